@@ -1,0 +1,43 @@
+"""The pages behind the error codes: one table per subsystem, joined here.
+
+``docs/errors.md`` and ``meshwright explain CODE`` are made from these tables.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Final
+
+from meshwright.base.codes import (
+    checkpoint,
+    cluster,
+    command,
+    data,
+    layout,
+    model,
+    schedule,
+    world,
+    written,
+)
+from meshwright.base.codes.info import CodeInfo
+
+TABLES: Final[tuple[tuple[CodeInfo, ...], ...]] = (
+    written.CODES,
+    model.CODES,
+    layout.CODES,
+    schedule.CODES,
+    cluster.CODES,
+    world.CODES,
+    data.CODES,
+    checkpoint.CODES,
+    command.CODES,
+)
+
+_ALL = [info for table in TABLES for info in table]
+CODES: Final = MappingProxyType({info.code: info for info in _ALL})
+"""Every code by its name."""
+
+if len(CODES) != len(_ALL):  # a mistake of ours, found by the first import
+    raise ValueError("two error codes share a name")
+
+__all__ = ["CODES", "TABLES", "CodeInfo"]

@@ -1,0 +1,1 @@
+"""Who does what, when, in a pipeline: actions, generators, lowering, a clock and a drawing."""
