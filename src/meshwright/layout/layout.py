@@ -12,8 +12,9 @@ from meshwright.base.axes import LAYOUT_AXES
 class Layout:
     """Degrees and policies: every key of the layout text, resolved.
 
-    Nothing is "auto" but ``cut``, until a plan fixes it. ``cut`` is "auto", "even" or layers per stage such as "7/9/8/8". ``shard`` is the size of the ZeRO shard
-    group: dp * cp for zero >= 1 unless written smaller (HSDP), 1 for zero = 0.
+    Nothing is "auto" but ``cut``, until a plan fixes it: "auto", "even" or layers per stage such as
+    "7/9/8/8". ``shard`` is the size of the ZeRO shard group: dp * cp for zero >= 1 unless written
+    smaller (HSDP), 1 for zero = 0.
     """
 
     dp: int = 1
