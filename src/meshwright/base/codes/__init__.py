@@ -15,6 +15,7 @@ from meshwright.base.codes import (
     data,
     layout,
     model,
+    report,
     schedule,
     world,
     written,
@@ -31,6 +32,7 @@ TABLES: Final[tuple[tuple[CodeInfo, ...], ...]] = (
     data.CODES,
     checkpoint.CODES,
     command.CODES,
+    report.CODES,
 )
 
 _ALL = [info for table in TABLES for info in table]
