@@ -1,0 +1,455 @@
+"""Both ends of a rank that runs in a child process: what the rank says, and how its parent listens.
+
+A rank has one connection to its parent. A thread of the rank reads it, so that the rank can answer "where are you?"
+while its main thread waits in a collective, and ends when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import linecache
+import multiprocessing.connection
+import os
+import pickle
+import queue
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import FrameType, TracebackType
+from typing import Any
+
+from meshwright.base.errors import MeshwrightError
+
+_PEER = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection was (likely )?closed|recvvalue failed|socket closed"
+    r"|application timeout caused pair closure|connection refused|failed to recv, got 0 bytes|remote process exited",
+    re.IGNORECASE,
+)
+_TIMEOUT = re.compile(
+    r"timed out|time[- ]?out|deadline exceeded|failed to pass monitoredbarrier", re.IGNORECASE
+)
+_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
+_COLLECTIVES = frozenset(
+    [
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "all_to_all",
+        "all_to_all_single",
+        "broadcast",
+        "broadcast_object_list",
+        "reduce",
+        "gather",
+        "gather_object",
+        "scatter",
+        "scatter_object_list",
+        "send",
+        "recv",
+        "isend",
+        "irecv",
+        "batch_isend_irecv",
+        "barrier",
+        "monitored_barrier",
+        "new_group",
+        "init_process_group",
+        "wait_tensor",
+        "destroy_process_group",
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """Why a rank did not return a result.
+
+    Attributes:
+        cause: "own" (an error of its own), "peer" (it only lost the connection to another rank), "timeout" (it waited
+            in vain), "memory", "signal" (killed), "exit" (it left without a result), "silent" (it had not answered when
+            the job ended).
+        type_name: type of the exception, or name of the signal.
+        time_s: monotonic time at which it happened (noticed, for a signal).
+        error: the MeshwrightError, when it was one.
+        waiting: the collective and shapes it waited in, "" when it did not.
+        place: its innermost frame outside torch.
+    """
+
+    rank: int
+    cause: str
+    type_name: str
+    message: str
+    time_s: float
+    trace: str = ""
+    error: MeshwrightError | None = None
+    waiting: str = ""
+    place: str = ""
+
+
+class RankFailure(Exception):
+    """A rank failed: the earliest error that is a rank's own, with its traceback.
+
+    Attributes:
+        rank, cause, type_name, trace, error: those of the first report (see RankReport).
+        reports: every rank that did not return, culprit first.
+    """
+
+    def __init__(self, reports: Sequence[RankReport]) -> None:
+        self.reports = tuple(reports)
+        first = self.reports[0]
+        self.rank = first.rank
+        self.cause = first.cause
+        self.type_name = first.type_name
+        self.message = first.message
+        self.trace = first.trace
+        self.error = first.error
+        lines = [f"rank {first.rank}: {first.type_name}: {first.message}"]
+        lines += [
+            f"  rank {r.rank}: {r.cause}: {r.type_name}"
+            + (f", waits in {r.waiting}" if r.waiting else f", at {r.place}" if r.place else "")
+            for r in self.reports
+        ]
+        super().__init__("\n".join(lines) + (f"\n{first.trace}" if first.trace else ""))
+
+    def __reduce__(self) -> tuple[type[RankFailure], tuple[tuple[RankReport, ...]]]:
+        """Pickle by parts."""
+        return (RankFailure, (self.reports,))
+
+
+def order_reports(reports: Sequence[RankReport]) -> list[RankReport]:
+    """Return the reports, culprit first: own errors by time; then who kept others waiting; then the rest by time."""
+    hang = any(r.cause in ("timeout", "silent") for r in reports)
+
+    def key(report: RankReport) -> tuple[int, float]:
+        if report.cause in ("own", "memory", "signal", "exit"):
+            return (0, report.time_s)
+        if report.cause == "silent" and hang and not report.waiting:
+            return (1, report.time_s)
+        return ({"timeout": 2, "silent": 3, "peer": 4}[report.cause], report.time_s)
+
+    return sorted(reports, key=key)
+
+
+def cause_of(error: BaseException) -> str:
+    """Return "memory", "peer", "timeout" or "own" for an exception raised in a rank."""
+    if isinstance(error, MeshwrightError):
+        return "own"
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or _MEMORY.search(text):
+        return "memory"
+    if isinstance(error, (RuntimeError, ConnectionError)):  # what torch.distributed raises
+        if _PEER.search(text):
+            return "peer"
+        if _TIMEOUT.search(text):
+            return "timeout"
+    return "own"
+
+
+def _shape(value: Any) -> str | None:
+    """Return "[4, 8] float32" for a tensor (or the first of a list of them), None for anything else."""
+    if isinstance(value, (list, tuple)) and value:
+        inner = _shape(value[0])
+        return None if inner is None else f"{len(value)} x {inner}"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None or dtype is None:
+        return None
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def _from_torch(frame: FrameType) -> bool:
+    return f"{os.sep}torch{os.sep}" in frame.f_code.co_filename
+
+
+def describe_frames(frames: Sequence[FrameType | tuple[FrameType, int]]) -> tuple[str, str]:
+    """Return (the collective and shapes that these frames, innermost last, wait in or "", the place outside torch)."""
+    waiting, place = "", ""
+    for entry in reversed(frames):
+        frame, line = entry if isinstance(entry, tuple) else (entry, entry.f_lineno)
+        code = frame.f_code
+        if not waiting and _from_torch(frame) and code.co_name in _COLLECTIVES:
+            local = frame.f_locals
+            tensors = [f"{name} {text}" for name, value in local.items() if (text := _shape(value))]
+            group = getattr(local.get("group"), "group_desc", "") or ""
+            over = f" over group {group}" if group and group != "undefined" else ""
+            waiting = f"{code.co_name}({', '.join(tensors[:2])}){over}"
+        if not _from_torch(frame) and not code.co_filename.startswith("<"):
+            place = f"{code.co_filename}:{line} in {code.co_name}"
+            source = linecache.getline(code.co_filename, line)
+            if not waiting and re.search(r"\.(wait|synchronize)\(\)", source):
+                waiting = source.strip()
+            break
+    return waiting, place
+
+
+def _trace_frames(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
+    frames: list[tuple[FrameType, int]] = []
+    while trace is not None:
+        frames.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    return frames
+
+
+def report_error(rank: int, error: BaseException) -> RankReport:
+    """Return the report of an exception that ``rank`` raised just now."""
+    waiting, place = describe_frames(_trace_frames(error.__traceback__))
+    return RankReport(
+        rank=rank,
+        cause=cause_of(error),
+        type_name=type(error).__name__,
+        message=str(error).strip() or "(no message)",
+        time_s=time.monotonic(),
+        trace="".join(traceback.format_exception(error)),
+        error=error if isinstance(error, MeshwrightError) else None,
+        waiting=waiting,
+        place=place,
+    )
+
+
+class RankEnd:
+    """The rank's end of the connection. Make it in the rank's main thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._main = threading.get_ident()
+        threading.Thread(target=self._listen, name="rank-listener", daemon=True).start()
+
+    def send(self, kind: str, value: Any) -> None:
+        """Send one message; values are pickled by value (a tensor's bytes travel, not its memory)."""
+        data = pickle.dumps((kind, value))
+        with self._lock:
+            self._connection.send_bytes(data)
+
+    def receive(self) -> tuple[str, Any]:
+        """Wait for the parent's next message."""
+        return self._inbox.get()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                kind, value = pickle.loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(1)  # the parent is gone: nobody waits for this rank
+            if kind == "where":
+                frame = sys._current_frames().get(self._main)
+                frames: list[FrameType] = []
+                while frame is not None:
+                    frames.append(frame)
+                    frame = frame.f_back
+                frames.reverse()
+                waiting, place = describe_frames(frames)
+                trace = "".join(traceback.format_stack(frames[-1])) if frames else ""
+                del frames, frame
+                with contextlib.suppress(OSError):
+                    self.send("here", (waiting, place, trace))
+            else:
+                self._inbox.put((kind, value))
+
+
+@dataclass(frozen=True)
+class RankHandle:
+    """The parent's end: the process and its connection."""
+
+    rank: int
+    process: BaseProcess
+    connection: Connection
+
+    def send(self, kind: str, value: Any = None) -> None:
+        """Send one message; a rank that is already gone is noticed later, when its answer is missing."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send_bytes(pickle.dumps((kind, value)))
+
+
+def _ended(handle: RankHandle) -> RankReport:
+    """Return the report of a rank whose process ended without an answer."""
+    handle.process.join(1.0)
+    code = handle.process.exitcode
+    if code is not None and code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        message = f"the process was killed by {name}"
+        if name == "SIGKILL":
+            message += " (often the system's answer to exhausted memory)"
+        return RankReport(
+            rank=handle.rank, cause="signal", type_name=name, message=message, time_s=time.monotonic()
+        )
+    return RankReport(
+        rank=handle.rank,
+        cause="exit",
+        type_name="exit",
+        message=f"the process left with status {code} before it returned a result",
+        time_s=time.monotonic(),
+    )
+
+
+def collect(
+    handles: Sequence[RankHandle],
+    *,
+    timeout_s: float | None,
+    grace_s: float,
+    tick: Callable[[], None] | None = None,
+) -> tuple[dict[int, bytes], list[RankReport]]:
+    """Return each rank's pickled result, and the reports of those that gave none, culprit first.
+
+    Waits until every rank answered, until ``grace_s`` after the first failure, or for ``timeout_s`` in all; who has
+    not answered by then is asked where it is and reported as "silent". Kills nobody. ``tick`` is called at least
+    every 50 ms.
+    """
+    start = time.monotonic()
+    deadline = None if timeout_s is None else start + timeout_s
+    results: dict[int, bytes] = {}
+    reports: dict[int, RankReport] = {}
+    open_ = {h.connection: h for h in handles}
+    while open_:
+        now = time.monotonic()
+        if deadline is not None and now >= deadline:
+            break
+        left = 3600.0 if deadline is None else deadline - now
+        ready = multiprocessing.connection.wait(list(open_), timeout=min(left, 0.05 if tick else 1.0))
+        if tick:
+            tick()
+        for connection in ready:
+            handle = open_[connection]  # type: ignore[index]
+            try:
+                kind, value = pickle.loads(handle.connection.recv_bytes())
+            except (EOFError, OSError):
+                reports[handle.rank] = _ended(handle)
+                del open_[handle.connection]
+            else:
+                if kind == "result":
+                    results[handle.rank] = value
+                    del open_[handle.connection]
+                elif kind == "failed":
+                    reports[handle.rank] = value
+                    del open_[handle.connection]
+        if reports:
+            first = min(reports.values(), key=lambda r: r.time_s).time_s
+            deadline = min(deadline or float("inf"), max(first, start) + grace_s)
+    reports.update(_silent(list(open_.values()), now_s=time.monotonic() - start, failed=bool(reports)))
+    return results, order_reports(list(reports.values()))
+
+
+def _silent(handles: Sequence[RankHandle], *, now_s: float, failed: bool) -> dict[int, RankReport]:
+    """Ask the ranks that have not answered where they are; wait half a second for the answers."""
+    for handle in handles:
+        handle.send("where")
+    waited = "when the job was ended" if failed else f"after {now_s:.1f} s"
+    found: dict[int, RankReport] = {}
+    until = time.monotonic() + 0.5
+    for handle in handles:
+        waiting = place = trace = ""
+        with contextlib.suppress(EOFError, OSError):
+            while handle.connection.poll(max(0.0, until - time.monotonic())):
+                kind, value = pickle.loads(handle.connection.recv_bytes())
+                if kind == "here":
+                    waiting, place, trace = value
+                    break
+        found[handle.rank] = RankReport(
+            rank=handle.rank,
+            cause="silent",
+            type_name="no answer",
+            message=f"no result {waited}; "
+            + (f"waits in {waiting}" if waiting else f"at {place or 'an unknown place'}"),
+            time_s=time.monotonic(),
+            trace=trace,
+            waiting=waiting,
+            place=place,
+        )
+    return found
+
+
+def end_processes(processes: Sequence[BaseProcess], *, term_s: float = 0.0) -> None:
+    """End the processes: SIGTERM, up to ``term_s`` seconds to leave, then SIGKILL; leaves no zombie."""
+    if term_s > 0:
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+        until = time.monotonic() + term_s
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        process.join(10.0)
+
+
+def rendezvous(folder: str, rank: int, world_size: int, timeout_s: float) -> Any:
+    """Return a TCPStore on a port that the system chose; rank 0 writes the port into ``folder``, the others read it.
+
+    No port is fixed beforehand, so two jobs on one machine cannot meet. The same store can be given a ``port`` file
+    by hand.
+    """
+    import datetime
+
+    import torch.distributed as dist
+
+    limit = datetime.timedelta(seconds=timeout_s)
+    path = os.path.join(folder, "port")
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, True, timeout=limit, wait_for_workers=False)
+        with open(f"{path}.part", "w") as file:
+            file.write(str(store.port))
+        os.rename(f"{path}.part", path)
+        return store
+    until = time.monotonic() + timeout_s
+    while not os.path.exists(path):
+        if time.monotonic() > until:
+            raise RuntimeError(f"rank 0 has not opened a port: timed out after {timeout_s} s")
+        time.sleep(0.002)
+    with open(path) as file:
+        port = int(file.read())
+    return dist.TCPStore("127.0.0.1", port, world_size, False, timeout=limit, wait_for_workers=False)
+
+
+@contextlib.contextmanager
+def default_group(
+    rank: int, world_size: int, *, backend: str, store: Any, timeout_s: float
+) -> Iterator[None]:
+    """Run the body with torch's default process group; destroyed at the end, unless the body raised.
+
+    After an error the process is about to end, and destroying a group whose peers are gone may wait for them.
+    """
+    import datetime
+
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def watch_signals() -> None:
+    """Give a rank its own signal habits: Ctrl-C is the parent's business, SIGTERM ends, SIGUSR1 prints the stack."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or 2, all_threads=True)
+
+
+def as_text(position: Mapping[str, Any]) -> str:
+    """Return a position for people: "pp=0 dp=1, step 3, action 0F2"."""
+    parts: list[str] = []
+    for name, value in position.items():
+        parts.append(str(value) if name == "coordinates" else f"{name} {value}")
+    return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""The probe: measures what this machine computes, copies and sends per second."""
