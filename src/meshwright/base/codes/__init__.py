@@ -16,6 +16,7 @@ from meshwright.base.codes import (
     layout,
     model,
     report,
+    run,
     schedule,
     world,
     written,
@@ -33,6 +34,7 @@ TABLES: Final[tuple[tuple[CodeInfo, ...], ...]] = (
     checkpoint.CODES,
     command.CODES,
     report.CODES,
+    run.CODES,
 )
 
 _ALL = [info for table in TABLES for info in table]

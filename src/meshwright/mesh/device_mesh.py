@@ -1,0 +1,98 @@
+"""Layout to DeviceMesh: the process groups of every axis, with the names that the ledger uses.
+
+Only axes of degree above 1 become mesh dims; an axis that is not in the mesh has one member and no group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshwright.base.axes import TIED, WORLD
+from meshwright.layout.layout import Layout
+from meshwright.layout.ranks import coordinates, group, mesh_shape
+
+
+@dataclass(frozen=True)
+class MeshView:
+    """Who this rank is, and the groups it belongs to.
+
+    Attributes:
+        layout: the layout that was meshed.
+        rank: global rank.
+        coords: coordinate on every axis (0 where the degree is 1).
+        mesh: torch's mesh over the axes above degree 1, or None for one rank.
+        groups: process group per axis of degree above 1, and "world" and "tied" where they exist.
+        device: where tensors live.
+    """
+
+    layout: Layout
+    rank: int
+    coords: dict[str, int]
+    mesh: DeviceMesh | None
+    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict[str, dist.ProcessGroup])
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def dp_rank(self) -> int:
+        """Index of this rank's replica of the data: dp_replicate * dp_shard + shard coordinate."""
+        return self.coords["dp_replicate"] * self.layout.dp_shard + self.coords["dp_shard"]
+
+    @property
+    def stage(self) -> int:
+        """The pipeline stage (one per rank)."""
+        return self.coords["pp"]
+
+    def submesh(self, *axes: str) -> DeviceMesh | None:
+        """Return the mesh over those of ``axes`` that have a degree above 1, or None when none has."""
+        names = tuple(a for a in axes if a in self.groups)
+        if self.mesh is None or not names:
+            return None
+        return self.mesh[names if len(names) > 1 else names[0]]
+
+    def group_names(self) -> dict[str, str]:
+        """Return torch's name of each process group mapped to our axis name."""
+        return {pg.group_name: axis for axis, pg in self.groups.items()}
+
+
+def build_mesh(layout: Layout, rank: int, device_type: str = "cpu", *, tied: bool = False) -> MeshView:
+    """Return this rank's view of the mesh of ``layout``; every rank must call it.
+
+    ``tied``: also make the pair groups {first stage, last stage} that sum a tied embedding's gradient.
+
+    Communication: creates process groups (no payload).
+    """
+    coords = coordinates(layout, rank)
+    device = torch.device("cpu" if device_type == "cpu" else f"{device_type}:{torch.cuda.current_device()}")
+    if layout.world_size == 1:
+        return MeshView(layout, rank, coords, None, {}, device)
+    shape = {axis: n for axis, n in mesh_shape(layout).items() if n > 1}
+    mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    groups: dict[str, dist.ProcessGroup] = {axis: mesh.get_group(axis) for axis in shape}
+    world = dist.group.WORLD
+    assert world is not None
+    groups[WORLD] = world
+    if tied and layout.pp > 1:
+        mine = _tied_group(layout, rank)
+        if mine is not None:
+            groups[TIED] = mine
+    return MeshView(layout, rank, coords, mesh, groups, device)
+
+
+def _tied_group(layout: Layout, rank: int) -> dist.ProcessGroup | None:
+    """Make the pair group of every pipeline (all ranks take part in each creation); return this rank's."""
+    mine: dist.ProcessGroup | None = None
+    seen: set[tuple[int, ...]] = set()
+    for other in range(layout.world_size):
+        column = group(layout, other, "pp")
+        pair = (column[0], column[-1])
+        if pair in seen:
+            continue
+        seen.add(pair)
+        made = dist.new_group(list(pair))
+        if rank in pair:
+            mine = made
+    return mine

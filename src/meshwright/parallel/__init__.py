@@ -1,0 +1,1 @@
+"""Parallel execution of one layout: one file per axis, joined by ``apply`` in one fixed order."""

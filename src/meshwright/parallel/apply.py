@@ -1,0 +1,290 @@
+"""The one fixed order in which a plan becomes a running model on one rank.
+
+build -> freeze -> cut the stage -> move -> data parallel (replicate or ZeRO) -> pipeline -> tied pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from meshwright.base.axes import TIED
+from meshwright.base.errors import MeshwrightError, problem
+from meshwright.layout.precision import PrecisionTable, precision_table
+from meshwright.mesh.device_mesh import MeshView
+from meshwright.model.spec import ModelSpec
+from meshwright.parallel.build import build_model, frozen_names
+from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.precision import dtype_of, forward_context
+from meshwright.parallel.replicate import Replicate
+from meshwright.parallel.stage import StageModule, cut_stage, get_module, logical_name
+from meshwright.parallel.tied import local, sum_tied_gradient
+from meshwright.parallel.zero import Zero, shard
+from meshwright.program.plan import Plan
+from meshwright.schedule.text import parse_schedule
+
+
+def _silent(_: str) -> None:
+    """Report nothing."""
+
+
+@dataclass
+class ParallelModel:
+    """A model cut by a plan, on one rank: forward and backward of a step, and the gradients it leaves.
+
+    Attributes:
+        params: this rank's parameters by logical (Hugging Face) name.
+        owned: names whose elements this rank counts in sums over logical parameters (each element has one owner).
+        decays: names that weight decay applies to: matrices, by their logical shape.
+    """
+
+    spec: ModelSpec
+    plan: Plan
+    view: MeshView
+    table: PrecisionTable
+    module: StageModule
+    data: Replicate | Zero
+    pipeline: Pipeline | None
+    params: dict[str, nn.Parameter]
+    owned: frozenset[str]
+    decays: frozenset[str]
+    tied_weight: nn.Parameter | None = None
+    on_action: Callable[[str], None] = field(default=_silent)
+    executed: list[str] = field(default_factory=list[str])
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.module.is_last
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Return this rank's trainable parameters by logical name."""
+        return {n: p for n, p in self.params.items() if p.requires_grad}
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self.data.zero_grad()
+
+    def forward_backward(self, inputs_ABT: Tensor, labels_ABT: Tensor, scale: float) -> Tensor:
+        """Run every micro-batch forward and backward; return the sum of token losses seen by this rank.
+
+        Args:
+            inputs_ABT: token ids, [accumulation, micro_batch, T].
+            labels_ABT: shifted labels, [accumulation, micro_batch, T], -100 where no loss.
+            scale: factor on the summed loss, 1 / global valid tokens (times the fp16 loss scale).
+
+        Communication: activations over ``pp``; parameters and gradients over ``dp_*`` as the policy says.
+        """
+        if self.pipeline is not None:
+            sums = self.pipeline.run(inputs_ABT, labels_ABT, scale)
+            self.executed = list(self.pipeline.executed)
+        else:
+            sums = self._accumulate(inputs_ABT, labels_ABT, scale)
+        return self._total(sums)
+
+    def _total(self, sums: list[Tensor]) -> Tensor:
+        if not sums:
+            return torch.zeros((), dtype=torch.float64, device=self.view.device)
+        return torch.stack([s.to(torch.float64) for s in sums]).sum()
+
+    def _accumulate(self, inputs_ABT: Tensor, labels_ABT: Tensor, scale: float) -> list[Tensor]:
+        sums: list[Tensor] = []
+        self.executed = []
+        last = inputs_ABT.shape[0] - 1
+        for k, (x_BT, y_BT) in enumerate(zip(inputs_ABT, labels_ABT, strict=True)):
+            self._note(f"0F{k}")
+            loss_sum = self.module(x_BT, labels=y_BT)
+            sums.append(loss_sum.detach())
+            self._note(f"0B{k}")
+            self.data.before_backward(last=k == last)
+            (loss_sum * scale).backward()
+        return sums
+
+    def _note(self, action: str) -> None:
+        self.executed.append(action)
+        self.on_action(action)
+
+    def finish_gradients(self) -> None:
+        """Complete the step's gradients: what data parallelism still owes, then the tied pair."""
+        self.data.finish()
+        if self.tied_weight is not None and self.tied_weight.requires_grad:
+            sum_tied_gradient(self.tied_weight, self.view.groups[TIED])
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return this rank's gradients (shards as DTensors) by logical name; missing ones are left out."""
+        return {n: p.grad for n, p in self.trainable().items() if p.grad is not None}
+
+    def owned_square_sum(self) -> Tensor:
+        """Return the sum of squares of the gradient elements that this rank owns, float64 scalar."""
+        flat = self._flat_gradients()
+        grads = (
+            flat if flat is not None else [local(g) for n, g in self.gradients().items() if n in self.owned]
+        )
+        grads = [g for g in grads if g.numel()]
+        if not grads or not self.owned:
+            return torch.zeros((), dtype=torch.float64, device=self.view.device)
+        return get_total_norm(grads).to(torch.float64) ** 2
+
+    def _flat_gradients(self) -> list[Tensor] | None:
+        """Return whole gradient buffers where one norm over them counts just what this rank owns."""
+        if isinstance(self.data, Replicate) and set(self.trainable()) <= self.owned:
+            return self.data.flat_gradients()
+        return None
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply every gradient of this rank by ``factor`` in place."""
+        if isinstance(self.data, Replicate):
+            torch._foreach_mul_(self.data.flat_gradients(), factor)
+        else:
+            grads = [local(g) for g in self.gradients().values()]
+            if grads:
+                torch._foreach_mul_(grads, factor)
+
+    @torch.no_grad()
+    def evaluate(self, inputs_ABT: Tensor, labels_ABT: Tensor) -> Tensor:
+        """Return the sum of token losses (float64; 0 on stages without the loss), without gradients."""
+        self.module.eval()
+        if self.pipeline is not None:
+            sums = self.pipeline.evaluate(inputs_ABT, labels_ABT)
+        else:
+            sums = [self.module(x, labels=y) for x, y in zip(inputs_ABT, labels_ABT, strict=True)]
+        self.module.train()
+        if isinstance(self.data, Zero):
+            self.data.reshard()
+        return self._total(sums)
+
+
+def apply_plan(
+    plan: Plan,
+    spec: ModelSpec,
+    view: MeshView,
+    *,
+    seed: int,
+    weights: Mapping[str, Tensor] | None = None,
+    on_action: Callable[[str], None] = _silent,
+) -> ParallelModel:
+    """Return this rank's part of the model of ``plan``, ready to train. Every rank of the mesh calls it.
+
+    Raises:
+        MeshwrightError: E546 when a stage has nothing to train, E811, E812.
+    """
+    layout = plan.layout
+    table = precision_table(layout)
+    causal_lm = build_model(plan.model_config, seed=seed, dtype=dtype_of(table.storage), weights=weights)
+    frozen = frozen_names(spec, plan.frozen)
+    for name, p in causal_lm.named_parameters():
+        p.requires_grad_(name not in frozen)
+    module = cut_stage(causal_lm, spec, layout.cut_layers, view.stage, dtype_of(table.wire))
+    module.forward_context = lambda: forward_context(table, view.device.type)
+    module.to(view.device)
+    shapes = {logical_name(n): tuple(p.shape) for n, p in module.named_parameters()}
+    decays = frozenset(n for n, shape in shapes.items() if len(shape) >= 2)
+    if not any(p.requires_grad for p in module.parameters()):
+        raise MeshwrightError(
+            problem("E546", where="freeze", found=f"stage {view.stage} has no trainable parameter left")
+        )
+    data = _data_parallel(module, spec, view, table)
+    params = {logical_name(n): p for n, p in module.named_parameters()}
+    tied = _tied_weight(spec, view, params)
+    model = ParallelModel(
+        spec=spec,
+        plan=plan,
+        view=view,
+        table=table,
+        module=module,
+        data=data,
+        pipeline=None,
+        params=params,
+        owned=_owned(spec, view, params),
+        decays=decays,
+        tied_weight=tied,
+        on_action=on_action,
+    )
+    if layout.pp > 1:
+        model.pipeline = _pipeline(model)
+    return model
+
+
+def stage_blocks(module: StageModule, spec: ModelSpec) -> list[nn.Module]:
+    """Return the repeated blocks that a stage holds."""
+    return list(get_module(module.causal_lm, spec.paths.blocks).children())
+
+
+def _data_parallel(
+    module: StageModule, spec: ModelSpec, view: MeshView, table: PrecisionTable
+) -> Replicate | Zero:
+    layout = view.layout
+    blocks = stage_blocks(module, spec)
+    mesh = view.submesh("dp_replicate", "dp_shard")
+    if layout.zero >= 1 and layout.dp_shard > 1:
+        assert mesh is not None
+        low = table.gather != table.storage
+        return shard(
+            module,
+            blocks,
+            mesh,
+            layout.zero,
+            param_dtype=dtype_of(table.gather) if low else None,
+            reduce_dtype=dtype_of(table.reduce) if low else None,
+        )
+    in_blocks = {id(p) for b in blocks for p in b.parameters()}
+    root = [p for p in module.parameters() if p.requires_grad and id(p) not in in_blocks]
+    units = [("root", root)] + [
+        (f"block {i}", [p for p in b.parameters() if p.requires_grad]) for i, b in enumerate(blocks)
+    ]
+    return Replicate(units, view.groups.get("dp_replicate"))
+
+
+def _owned(spec: ModelSpec, view: MeshView, params: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names whose local elements this rank counts: replica 0 only, and a tied copy nowhere."""
+    if view.coords["dp_replicate"] != 0:
+        return frozenset()
+    copies = {t.name for t in spec.tensors() if t.tied_to is not None}
+    return frozenset(n for n in params if n not in copies)
+
+
+def _tied_weight(spec: ModelSpec, view: MeshView, params: Mapping[str, nn.Parameter]) -> nn.Parameter | None:
+    """Return this end's copy of a tied embedding that two stages hold, else None."""
+    if TIED not in view.groups:
+        return None
+    pair = next((t for t in spec.tensors() if t.tied_to is not None), None)
+    if pair is None:
+        return None
+    assert pair.tied_to is not None
+    return params[pair.tied_to] if pair.tied_to in params else params.get(pair.name)
+
+
+def _pipeline(model: ParallelModel) -> Pipeline:
+    plan, view = model.plan, model.view
+    schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
+    wire = dtype_of(model.table.wire)
+    loss = torch.float64 if plan.layout.precision == "fp64" else torch.float32
+
+    def before_backward(last: bool) -> None:
+        model.data.before_backward(last=last)
+
+    return Pipeline(
+        model.module,
+        schedule,
+        stage=view.stage,
+        group=view.groups["pp"],
+        device=view.device,
+        before_backward=before_backward,
+        micro_batch=plan.batch.micro_batch,
+        seq_len=plan.batch.seq_len,
+        hidden_size=model.spec.hidden_size,
+        wire_dtype=wire,
+        loss_dtype=loss,
+        on_action=model.on_action,
+    )
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole tensor of a shard (all_gather on its mesh), or a plain tensor unchanged."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

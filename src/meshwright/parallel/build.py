@@ -1,0 +1,99 @@
+"""Building the user's model: transformers' own class, from its config, unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.base.errors import MeshwrightError, problem
+from meshwright.model.spec import ModelSpec
+
+
+def build_model(
+    config: Mapping[str, Any],
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    weights: Mapping[str, Tensor] | None = None,
+    device: str = "cpu",
+) -> nn.Module:
+    """Return the causal language model of ``config`` with all its layers, initial weights drawn from ``seed``.
+
+    The draw happens in float32 on the CPU in module order, so that it does not depend on layout, rank or dtype.
+    ``weights`` replace it (every tensor by name, tied heads may be left out). ``device="meta"`` makes shapes only.
+
+    Raises:
+        MeshwrightError: E811 when transformers cannot build it, E547 when it asks for an auxiliary loss.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if config.get("output_router_logits"):
+        raise MeshwrightError(
+            problem(
+                "E547", where="model.config.output_router_logits", found="true, so the loss has a router term"
+            )
+        )
+    keys = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype", "model_type", "auto_map")}
+    try:
+        hf_config = AutoConfig.for_model(config["model_type"], **keys)
+        torch.manual_seed(seed)
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        if dtype == torch.float64 and _has_experts(config):
+            hf_config._experts_implementation = "eager"  # grouped_mm has no float64
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(hf_config, **options)
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise MeshwrightError(
+            problem(
+                "E811",
+                where="model.config",
+                found=f"transformers could not build model_type {config.get('model_type')!r}: "
+                f"{type(error).__name__}: {error}",
+            )
+        ) from error
+    if weights is not None:
+        missing, unexpected = model.load_state_dict(dict(weights), strict=False)
+        tied = set(getattr(model, "_tied_weights_keys", None) or ())
+        left = [m for m in missing if m not in tied]
+        if left or unexpected:
+            raise MeshwrightError(
+                problem(
+                    "E811",
+                    where="model.weights",
+                    found=f"{len(left)} tensors missing ({', '.join(left[:3])}), "
+                    f"{len(unexpected)} unexpected ({', '.join(unexpected[:3])})",
+                    needs="the weights of this very model",
+                    do="name the folder that belongs to model.config",
+                )
+            )
+    model.train()
+    return model.to(dtype)
+
+
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    return any(k in config for k in ("num_local_experts", "num_experts", "n_routed_experts"))
+
+
+def frozen_names(spec: ModelSpec, patterns: tuple[str, ...]) -> frozenset[str]:
+    """Return the names that ``patterns`` (shell wildcards) freeze; a tied head follows its embedding.
+
+    Raises:
+        MeshwrightError: E812 for a pattern without a match.
+    """
+    names: set[str] = set()
+    problems = []
+    for pattern in patterns:
+        hit = {t.name for t in spec.tensors() if fnmatchcase(t.name, pattern)}
+        if not hit:
+            problems.append(problem("E812", where="freeze", found=f"{pattern!r} matches no parameter"))
+        names |= hit
+    if problems:
+        raise MeshwrightError(problems)
+    for tensor in spec.tensors():
+        if tensor.tied_to is not None and (tensor.tied_to in names or tensor.name in names):
+            names |= {tensor.name, tensor.tied_to}
+    return frozenset(names)

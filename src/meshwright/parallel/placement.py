@@ -1,0 +1,100 @@
+"""The placement account: every logical parameter is placed exactly once, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.base.errors import MeshwrightError, problem
+from meshwright.layout.layout import Layout
+from meshwright.model.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What one rank holds of one logical parameter.
+
+    ``numel`` is local, without padding; ``replicas`` is how many ranks hold the same elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    stage: int
+
+
+def placed(params: Mapping[str, Tensor], stage: int) -> list[Placed]:
+    """Return the account of one rank's parameters, by logical name."""
+    return [
+        Placed(
+            name,
+            tuple(p.shape),
+            p.to_local().numel() if isinstance(p, DTensor) else p.numel(),
+            stage,
+        )
+        for name, p in params.items()
+    ]
+
+
+def account(spec: ModelSpec, layout: Layout, ranks: Sequence[Sequence[Placed]]) -> dict[str, Any]:
+    """Return {complete, tensors, missing, wrong}: shards x replicas = logical, for every tensor of ``spec``.
+
+    A tied tensor that two stages hold counts as two uses of one logical tensor.
+    """
+    replicas = layout.dp_replicate * (layout.dp_shard if layout.zero == 0 else 1)
+    held: dict[str, list[Placed]] = {}
+    for rank in ranks:
+        for item in rank:
+            held.setdefault(item.name, []).append(item)
+    missing: list[str] = []
+    wrong: list[dict[str, Any]] = []
+    for tensor in spec.tensors():
+        items = held.pop(tensor.name, [])
+        if tensor.tied_to is not None:
+            if not items:
+                continue  # one storage on one stage
+        elif not items:
+            missing.append(tensor.name)
+            continue
+        total = sum(i.numel for i in items)
+        expected = prod(tensor.shape) * (layout.dp if layout.zero == 0 else replicas)
+        stages = {i.stage for i in items}
+        if total != expected or len(stages) != 1 or items[0].shape != tensor.shape:
+            wrong.append(
+                {
+                    "name": tensor.name,
+                    "elements": total,
+                    "expected": expected,
+                    "stages": sorted(stages),
+                    "shape": list(items[0].shape),
+                }
+            )
+    unknown = sorted(held)
+    return {
+        "complete": not (missing or wrong or unknown),
+        "tensors": sum(1 for t in spec.tensors() if t.tied_to is None),
+        "missing": missing,
+        "wrong": wrong,
+        "unknown": unknown,
+    }
+
+
+def refuse_incomplete(result: Mapping[str, Any]) -> None:
+    """Raise E540 when an account is not complete."""
+    if result["complete"]:
+        return
+    names = [*result["missing"], *(w["name"] for w in result["wrong"]), *result["unknown"]]
+    raise MeshwrightError(
+        problem(
+            "E540",
+            where="placement",
+            found=f"{len(names)} of {result['tensors']} tensors are not placed exactly once: "
+            + ", ".join(names[:5])
+            + (" ..." if len(names) > 5 else ""),
+        )
+    )

@@ -1,0 +1,126 @@
+"""Data parallelism with replicated parameters (ZeRO stage 0): one all-reduce per unit and step.
+
+Maths: the step's gradient is the sum over replicas of each replica's gradient (the loss is already divided by
+the global number of valid tokens). Gradients live in one flat buffer per unit; ``param.grad`` is a view of it,
+so accumulation happens in place and a unit is one collective without any copy.
+
+Communication: after the last micro-batch, one all_reduce of each unit's buffer on ``dp_replicate``, launched
+from the last unit to the first (the order in which backward finishes them) and in that fixed order on every
+rank, whatever parameters a rank's data happened to use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class FlatUnit:
+    """The trainable parameters of one unit and the flat buffer that holds their gradients."""
+
+    def __init__(self, name: str, params: Sequence[nn.Parameter]) -> None:
+        self.name = name
+        self.params = tuple(params)
+        first = self.params[0]
+        self.buffer = torch.zeros(sum(p.numel() for p in params), dtype=first.dtype, device=first.device)
+        self.views: list[Tensor] = []
+        offset = 0
+        for p in self.params:
+            self.views.append(self.buffer[offset : offset + p.numel()].view_as(p))
+            offset += p.numel()
+        self.pending = len(self.params)
+        self.attach()
+
+    def attach(self) -> None:
+        """Make every ``param.grad`` the view of the buffer, keeping a gradient that stands elsewhere."""
+        for p, view in zip(self.params, self.views, strict=True):
+            if p.grad is None:
+                p.grad = view
+            elif p.grad.data_ptr() != view.data_ptr():
+                view.copy_(p.grad)
+                p.grad = view
+
+    def zero(self) -> None:
+        """Set the gradients to zero in place."""
+        self.buffer.zero_()
+        self.attach()
+
+
+class Replicate:
+    """Keeps replicas of the parameters in step by summing their gradients.
+
+    Args:
+        units: (name, trainable parameters) from first to last, in the order of the model.
+        group: the data-parallel group, or None for one replica (then there is nothing to reduce).
+        average: divide the sum by the number of replicas (a user's own loop that takes the mean per rank).
+    """
+
+    def __init__(
+        self,
+        units: Sequence[tuple[str, Sequence[nn.Parameter]]],
+        group: dist.ProcessGroup | None,
+        *,
+        average: bool = False,
+    ) -> None:
+        self.group = group
+        self.average = average
+        self.units = [FlatUnit(name, params) for name, params in units if params]
+        self.sync = False
+        self._next = len(self.units) - 1
+        self._works: list[dist.Work] = []
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._hook(unit)) for unit in self.units for p in unit.params
+        ]
+
+    def _hook(self, unit: FlatUnit) -> Callable[[Tensor], None]:
+        def on_gradient(_: Tensor) -> None:
+            if self.sync and self.group is not None:
+                unit.pending -= 1
+                self._launch_ready()
+
+        return on_gradient
+
+    def _launch_ready(self) -> None:
+        while self._next >= 0 and self.units[self._next].pending <= 0:
+            self._launch(self.units[self._next])
+
+    def _launch(self, unit: FlatUnit) -> None:
+        unit.attach()
+        work = dist.all_reduce(unit.buffer, group=self.group, async_op=True)
+        assert work is not None
+        self._works.append(work)
+        self._next -= 1
+
+    def zero_grad(self) -> None:
+        """Set all gradients to zero."""
+        for unit in self.units:
+            unit.zero()
+
+    def before_backward(self, *, last: bool) -> None:
+        """Say whether the coming backward is the last of the step; only then are gradients reduced."""
+        self.sync = last
+        if last:
+            self._next = len(self.units) - 1
+            for unit in self.units:
+                unit.pending = len(unit.params)
+
+    def finish(self) -> None:
+        """Reduce what backward has not (units with parameters it did not use) and wait for all of it."""
+        if self.group is not None:
+            while self._next >= 0:
+                self._launch(self.units[self._next])
+            for work in self._works:
+                work.wait()
+            if self.average:
+                for unit in self.units:
+                    unit.buffer.div_(self.group.size())
+        self._works.clear()
+        self._next = len(self.units) - 1
+        self.sync = False
+
+    def flat_gradients(self) -> list[Tensor]:
+        """Return the gradient buffers, one per unit: every trainable element once."""
+        return [unit.buffer for unit in self.units]

@@ -1,0 +1,167 @@
+"""Cutting an unchanged Hugging Face model into pipeline stages.
+
+A stage is the user's own model with the blocks of other stages taken out. Nothing is rewritten: every
+decoder of transformers takes ``inputs_embeds``, runs the blocks it holds and then its final norm, so a later
+stage passes the received hidden states as ``inputs_embeds`` and an earlier stage has no norm and no head.
+Blocks keep their global index as their name, so parameter names are those of the whole model.
+
+Shape suffixes: B micro-batch, T tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshwright.model.spec import ModelSpec
+
+IGNORE = -100
+"""Label of a position without loss."""
+
+
+class StageBlocks(nn.ModuleList):
+    """The blocks of one stage under their global indices; iterates and slices like the whole list."""
+
+    def __init__(self, blocks: Sequence[tuple[int, nn.Module]]) -> None:
+        super().__init__()
+        for index, block in blocks:
+            self._modules[str(index)] = block
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self._modules.values())[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(list(self._modules.values()))  # pyright: ignore[reportArgumentType]
+
+
+class NoPositions(nn.Module):
+    """Learned positions of a later stage: they were added on the first stage, so this adds zero."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """Return zeros, [1, T, D], whatever ``position_ids`` [1, T] are."""
+        return torch.zeros(1, position_ids.shape[-1], self.hidden_size, device=position_ids.device)
+
+
+def get_module(root: nn.Module, path: str) -> nn.Module:
+    """Return the module at a dotted ``path`` below ``root``."""
+    return root.get_submodule(path)
+
+
+def set_module(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Put ``module`` at a dotted ``path`` below ``root``."""
+    parent, _, name = path.rpartition(".")
+    setattr(root.get_submodule(parent) if parent else root, name, module)
+
+
+def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Return the sum over valid tokens of the cross-entropy, as a scalar in at least float32.
+
+    ``labels_BT`` are already shifted (the target of position t stands at t) and hold ``IGNORE`` where there is
+    no loss. With no valid token the sum is 0 and its gradient is 0, not NaN.
+    """
+    logits = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
+    return F.cross_entropy(
+        logits.view(-1, logits.shape[-1]), labels_BT.reshape(-1), ignore_index=IGNORE, reduction="sum"
+    )
+
+
+class StageModule(nn.Module):
+    """One stage of the user's model, or the whole of it when there is one stage.
+
+    ``forward(x, labels)``: the first stage takes token ids [B, T]; later stages take hidden states [B, T, D].
+    All but the last return hidden states [B, T, D] in ``wire_dtype``; the last returns the summed loss of
+    the valid tokens (a scalar), so that logits live no longer than the loss needs them.
+    """
+
+    def __init__(
+        self, causal_lm: nn.Module, spec: ModelSpec, *, first: bool, last: bool, wire_dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.is_first = first
+        self.is_last = last
+        self.wire_dtype = wire_dtype
+        self.base_path = spec.paths.base
+        self.head_path = spec.paths.head
+        self.forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this stage is the whole model."""
+        return self.is_first and self.is_last
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return logits [B, T, V] of the last stage."""
+        if self.is_whole:
+            return self.causal_lm(input_ids=x, use_cache=False).logits
+        head = self.causal_lm.get_submodule(self.head_path)
+        return head(self._hidden(x))
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        base = self.causal_lm.get_submodule(self.base_path)
+        inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
+        return base(**inputs, use_cache=False).last_hidden_state
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return hidden states, or the summed loss on the last stage (see the class)."""
+        with self.forward_context():
+            out = self.logits(x) if self.is_last else self._hidden(x).to(self.wire_dtype)
+        return out if labels is None else token_loss_sum(out, labels)
+
+
+def cut_stage(
+    causal_lm: nn.Module, spec: ModelSpec, layers: Sequence[int], stage: int, wire_dtype: torch.dtype
+) -> StageModule:
+    """Return stage ``stage`` of ``causal_lm``, which is changed in place: parts of other stages are dropped.
+
+    ``layers`` are the layers per stage. A tied head that lands on another stage than its embedding keeps its own
+    copy of the weight there.
+    """
+    first, last = stage == 0, stage == len(layers) - 1
+    if not (first and last):
+        start = sum(layers[:stage])
+        blocks = list(get_module(causal_lm, spec.paths.blocks).children())
+        kept = [(i, blocks[i]) for i in range(start, start + layers[stage])]
+        set_module(causal_lm, spec.paths.blocks, StageBlocks(kept))
+        _narrow_config(get_module(causal_lm, spec.paths.base), start, layers[stage])
+        head = get_module(causal_lm, spec.paths.head)
+        if not first:
+            weight = head.get_parameter("weight")
+            if spec.tied_embeddings and last:
+                head.register_parameter("weight", nn.Parameter(weight.detach(), weight.requires_grad))
+            set_module(causal_lm, spec.paths.embedding, nn.Identity())
+            if spec.paths.positions:
+                set_module(causal_lm, spec.paths.positions, NoPositions(spec.hidden_size))
+            for extra in spec.paths.embedding_extras:
+                set_module(causal_lm, extra, nn.Identity())
+        if not last:
+            set_module(causal_lm, spec.paths.final_norm, nn.Identity())
+            set_module(causal_lm, spec.paths.head, nn.Identity())
+    return StageModule(causal_lm, spec, first=first, last=last, wire_dtype=wire_dtype)
+
+
+def _narrow_config(base: nn.Module, start: int, count: int) -> None:
+    """Give the decoder a config of the layers it still has: some models index it by position in the loop."""
+    config: Any = copy.deepcopy(base.config)
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        config.layer_types = list(types[start : start + count])
+    for name in ("num_hidden_layers", "n_layer"):
+        if name in vars(config):
+            setattr(config, name, count)
+    base.config = config  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def logical_name(name: str) -> str:
+    """Return the Hugging Face parameter name of a StageModule's parameter ``name``."""
+    return name.removeprefix("causal_lm.")

@@ -1,0 +1,79 @@
+"""ZeRO stages 1, 2 and 3 by policy on FSDP2 (``fully_shard``).
+
+One mechanism, three policies. Parameters rest sharded on dim 0 over ``dp_shard`` in every stage:
+
+* stage 1: gathered once per step, kept until the last backward; gradients accumulate whole and are
+  reduce-scattered once;
+* stage 2: the same, but every micro-batch's gradients are reduce-scattered at once, so only shards are kept;
+* stage 3: parameters are dropped after each unit's forward and gathered again for its backward; gradients as
+  in stage 2.
+
+With ``dp_replicate`` above 1 (HSDP) each rank's gradient shard is also all-reduced over the replicas, once
+per step. Gradients are summed, never averaged: the loss is divided by the step's global valid tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+class Zero:
+    """A stage module sharded by FSDP2, with the switches of one ZeRO stage."""
+
+    def __init__(self, root: nn.Module, stage: int) -> None:
+        assert isinstance(root, FSDPModule)
+        self.root = root
+        self.stage = stage
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for p in self.root.parameters():  # pyright: ignore[reportAttributeAccessIssue]
+            p.grad = None
+
+    def before_backward(self, *, last: bool) -> None:
+        """Set what the coming backward reduces and reshards."""
+        root = self.root
+        root.set_requires_gradient_sync(last or self.stage >= 2)
+        root.set_requires_all_reduce(last)
+        root.set_reshard_after_backward(last or self.stage == 3)
+        root.set_is_last_backward(last)
+
+    def finish(self) -> None:
+        """Nothing is left: the last backward reduced everything."""
+
+    def reshard(self) -> None:
+        """Drop gathered parameters (after an evaluation, which gathers them without a backward)."""
+        for module in self.root.modules():  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def shard(
+    root: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    stage: int,
+    *,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+) -> Zero:
+    """Shard ``root`` over ``mesh`` (1-D dp_shard, or 2-D dp_replicate x dp_shard): one unit per block, then the rest.
+
+    Communication: none now; see the module for what a step does.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    reshard = stage == 3
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    assert isinstance(root, FSDPModule)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+    return Zero(root, stage)

@@ -1,0 +1,175 @@
+"""Live tensor bytes of one rank over one step, by category: the CPU's counterpart of allocated bytes.
+
+Every storage that an operation makes is counted from its creation to its release, views once, resized storages
+(FSDP2 frees and refills gathered parameters in place) at their present size. Memory that kernels use inside is
+not seen. On a GPU the caching allocator's own peak is used for the total.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.base.records import MemoryBytes
+from meshwright.parallel.apply import ParallelModel
+from meshwright.parallel.replicate import Replicate
+from meshwright.parallel.tied import local
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Return the distinct storages behind ``tensors`` by their address of record."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = local(tensor.detach()).untyped_storage()
+        found[storage._cdata] = storage
+    return found
+
+
+def state_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
+    """Return the tensors that rest between steps: parameters (with buffers), gradients, optimizer state."""
+    gradients = [p.grad for p in model.params.values() if p.grad is not None]
+    if isinstance(model.data, Replicate):
+        gradients = model.data.flat_gradients()
+    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    return {
+        "parameters": [*model.params.values(), *model.module.buffers()],
+        "gradients": gradients,
+        "optimizer": state,
+    }
+
+
+def resting_bytes(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return bytes at rest by category (distinct storages)."""
+    return {
+        name: sum(s.nbytes() for s in storages(tensors).values())
+        for name, tensors in state_tensors(model, optimizer).items()
+    }
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts live storage bytes while it is entered.
+
+    Attributes:
+        current: live bytes by category now.
+        peak: live bytes by category at the moment of the highest total.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: dict[str, int] = {}
+        self.peak: dict[str, int] = {}
+        self.peak_total = 0
+        self._total = 0
+        self._known: dict[int, tuple[str, int]] = {}
+        self._finalizers: list[weakref.finalize[Any, Any]] = []
+
+    def add(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Count ``tensors`` (or move them, when they are known) under ``category``."""
+        for key, storage in storages(tensors).items():
+            self._put(key, storage, category)
+
+    def _put(self, key: int, storage: torch.UntypedStorage, category: str) -> None:
+        size = storage.nbytes()
+        if key in self._known:
+            old, old_size = self._known[key]
+            self.current[old] -= old_size
+            self._total -= old_size
+        else:
+            self._finalizers.append(weakref.finalize(storage, self._gone, key))
+        self._known[key] = (category, size)
+        self.current[category] = self.current.get(category, 0) + size
+        self._total += size
+        if self._total > self.peak_total:
+            self.peak_total = self._total
+            self.peak = dict(self.current)
+
+    def _gone(self, key: int) -> None:
+        category, size = self._known.pop(key)
+        self.current[category] -= size
+        self._total -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func`` and count the storages of what it returns."""
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.device.type != "meta":
+                storage = value.untyped_storage()
+                known = self._known.get(storage._cdata)
+                if known is None or known[1] != storage.nbytes():
+                    self._put(storage._cdata, storage, known[0] if known else "working")
+        return out
+
+    def _saved(self, tensor: Tensor) -> Tensor:
+        """Tag what autograd keeps for backward as activations; parameters and received inputs are leaves."""
+        if isinstance(tensor, DTensor):
+            return tensor
+        base = tensor._base if tensor._base is not None else tensor
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage._cdata)
+        if not (base.is_leaf and base.requires_grad) and (known is None or known[0] == "working"):
+            self._put(storage._cdata, storage, "activations")
+        return tensor
+
+    @contextmanager
+    def watch(self) -> Iterator[LiveBytes]:
+        """Enter the counter together with autograd's and storage resizing's hooks."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            known = self._known.get(storage._cdata)
+            self._put(storage._cdata, storage, known[0] if known else "working")
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            with self, torch.autograd.graph.saved_tensors_hooks(self._saved, lambda t: t):
+                yield self
+        finally:
+            torch.UntypedStorage.resize_ = resize
+            for finalizer in self._finalizers:
+                finalizer.detach()
+
+    def memory(self) -> MemoryBytes:
+        """Return the peak by category."""
+        at = self.peak
+        return MemoryBytes(
+            parameters=at.get("parameters", 0),
+            gradients=at.get("gradients", 0),
+            optimizer=at.get("optimizer", 0),
+            activations=at.get("activations", 0),
+            working=at.get("working", 0) + at.get("batch", 0),
+        )
+
+
+@contextmanager
+def watch_step(
+    model: ParallelModel, optimizer: torch.optim.Optimizer, batch: Iterable[Tensor]
+) -> Iterator[LiveBytes]:
+    """Count the live bytes of a step that starts now with what rests on this rank and its ``batch``."""
+    counter = LiveBytes()
+    for category, tensors in state_tensors(model, optimizer).items():
+        counter.add(tensors, category)
+    counter.add(batch, "batch")
+    before = model.on_action
+
+    def on_action(action: str) -> None:
+        counter.add((p.grad for p in model.params.values() if p.grad is not None), "gradients")
+        before(action)
+
+    model.on_action = on_action
+    try:
+        with counter.watch():
+            yield counter
+    finally:
+        model.on_action = before
