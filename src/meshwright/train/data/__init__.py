@@ -1,0 +1,37 @@
+"""From a path to batches: corpus, tokenizer, token store, the global order, and each rank's rows of it."""
+
+from meshwright.train.data.batches import RankBatch, eval_batches, rank_batch, synthetic_batch
+from meshwright.train.data.corpus import PYTHON_DOCS, Corpus, open_corpus
+from meshwright.train.data.order import batch_samples, rank_rows, samples_at
+from meshwright.train.data.store import (
+    NO_LOSS,
+    TokenData,
+    TokenStream,
+    check_samples,
+    open_tokens,
+    padded_row,
+    prepare_tokens,
+)
+from meshwright.train.data.tokenizer import TextTokenizer, load_tokenizer
+
+__all__ = [
+    "NO_LOSS",
+    "PYTHON_DOCS",
+    "Corpus",
+    "RankBatch",
+    "TextTokenizer",
+    "TokenData",
+    "TokenStream",
+    "batch_samples",
+    "check_samples",
+    "eval_batches",
+    "load_tokenizer",
+    "open_corpus",
+    "open_tokens",
+    "padded_row",
+    "prepare_tokens",
+    "rank_batch",
+    "rank_rows",
+    "samples_at",
+    "synthetic_batch",
+]
