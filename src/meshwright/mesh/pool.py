@@ -136,7 +136,7 @@ def _work(connection: Connection, inherited: list[Connection]) -> None:
         other.close()
     watch_signals()
     env.become_local_rank(debug="DETAIL")
-    dist.set_debug_level_from_env()
+    dist.set_debug_level_from_env()  # pyright: ignore[reportPrivateImportUsage]
     end = RankEnd(connection)
     gc.collect()
     gc.freeze()  # what was there before the fork is not ours to search

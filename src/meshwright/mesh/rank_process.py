@@ -26,7 +26,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType, TracebackType
 from typing import Any
 
-from meshwright.base.errors import MeshwrightError
+from meshwright.base.errors import ExitCode, MeshwrightError, problem
 
 _PEER = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection was (likely )?closed|recvvalue failed|socket closed"
@@ -143,7 +143,7 @@ def order_reports(reports: Sequence[RankReport]) -> list[RankReport]:
 def cause_of(error: BaseException) -> str:
     """Return "memory", "peer", "timeout" or "own" for an exception raised in a rank."""
     if isinstance(error, MeshwrightError):
-        return "own"
+        return "timeout" if error.problems[0].code == "E508" else "own"
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or _MEMORY.search(text):
         return "memory"
@@ -178,7 +178,8 @@ def describe_frames(frames: Sequence[FrameType | tuple[FrameType, int]]) -> tupl
         code = frame.f_code
         if not waiting and _from_torch(frame) and code.co_name in _COLLECTIVES:
             local = frame.f_locals
-            tensors = [f"{name} {text}" for name, value in local.items() if (text := _shape(value))]
+            given = code.co_varnames[: code.co_argcount]
+            tensors = [f"{name} {text}" for name in given if (text := _shape(local.get(name)))]
             group = getattr(local.get("group"), "group_desc", "") or ""
             over = f" over group {group}" if group and group != "undefined" else ""
             waiting = f"{code.co_name}({', '.join(tensors[:2])}){over}"
@@ -387,20 +388,30 @@ def end_processes(processes: Sequence[BaseProcess], *, term_s: float = 0.0) -> N
         process.join(10.0)
 
 
-def rendezvous(folder: str, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Return a TCPStore on a port that the system chose; rank 0 writes the port into ``folder``, the others read it.
+def rendezvous(folder: str, rank: int, world_size: int, timeout_s: float, port: int = 0) -> Any:
+    """Return a TCPStore on ``port``, or (0) on one that the system chooses; rank 0 writes it down in ``folder``.
 
-    No port is fixed beforehand, so two jobs on one machine cannot meet. The same store can be given a ``port`` file
-    by hand.
+    A chosen port is free by construction, so two jobs on one machine cannot meet.
+
+    Raises:
+        MeshwrightError: E504 when the port is in use, E508 when rank 0 does not appear.
     """
     import datetime
 
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     limit = datetime.timedelta(seconds=timeout_s)
     path = os.path.join(folder, "port")
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, world_size, True, timeout=limit, wait_for_workers=False)
+        try:
+            store = TCPStore("127.0.0.1", port, world_size, True, timeout=limit, wait_for_workers=False)
+        except RuntimeError as error:
+            if "address already in use" not in str(error).lower() and "EADDRINUSE" not in str(error):
+                raise
+            raise MeshwrightError(
+                problem("E504", where="master_port", found=f"port {port} is in use on this machine"),
+                ExitCode.ENVIRONMENT,
+            ) from error
         with open(f"{path}.part", "w") as file:
             file.write(str(store.port))
         os.rename(f"{path}.part", path)
@@ -408,11 +419,14 @@ def rendezvous(folder: str, rank: int, world_size: int, timeout_s: float) -> Any
     until = time.monotonic() + timeout_s
     while not os.path.exists(path):
         if time.monotonic() > until:
-            raise RuntimeError(f"rank 0 has not opened a port: timed out after {timeout_s} s")
+            raise MeshwrightError(
+                problem("E508", where=f"rank {rank}", found=f"rank 0 opened no port within {timeout_s:g} s"),
+                ExitCode.ENVIRONMENT,
+            )
         time.sleep(0.002)
     with open(path) as file:
-        port = int(file.read())
-    return dist.TCPStore("127.0.0.1", port, world_size, False, timeout=limit, wait_for_workers=False)
+        found = int(file.read())
+    return TCPStore("127.0.0.1", found, world_size, False, timeout=limit, wait_for_workers=False)
 
 
 @contextlib.contextmanager

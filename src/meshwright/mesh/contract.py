@@ -1,0 +1,65 @@
+"""The names of torch that are not promised to stay, with where each is used, and the check that they are there."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from meshwright.base.errors import Problem, problem
+
+MADE_FOR: Final = "2.13"
+"""The torch version that these names were read in."""
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """One name: its module, the dotted name in it, and the module of ours that uses it."""
+
+    module: str
+    name: str
+    used_in: str
+
+
+NAMES: Final[tuple[PrivateName, ...]] = (
+    PrivateName("torch.distributed", "set_debug_level_from_env", "mesh.pool"),
+    PrivateName("torch.distributed", "TCPStore", "mesh.rank_process"),
+    PrivateName("torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime", "parallel.pipeline"),
+    PrivateName(
+        "torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime._load_csv", "parallel.pipeline"
+    ),
+    PrivateName(
+        "torch.distributed.pipelining.schedules",
+        "_PipelineScheduleRuntime.register_custom_function",
+        "parallel.pipeline",
+    ),
+    PrivateName("torch.distributed.pipelining.schedules", "_Action", "parallel.pipeline"),
+    PrivateName("torch.distributed.pipelining.schedules", "_Action.from_str", "parallel.pipeline"),
+    PrivateName("torch.distributed.pipelining.schedules", "_ComputationType", "parallel.pipeline"),
+    PrivateName("torch.distributed.pipelining.schedules", "_add_send_recv", "parallel.pipeline"),
+)
+"""Every private name in use. A name is added here in the same change that begins to use it."""
+
+
+def missing(names: Sequence[PrivateName] = NAMES) -> list[Problem]:
+    """Return E506 for each name that the installed torch lacks; empty when it has them all, whatever its version."""
+    import torch
+
+    problems: list[Problem] = []
+    for entry in names:
+        try:
+            value: object = importlib.import_module(entry.module)
+            for part in entry.name.split("."):
+                value = getattr(value, part)
+        except (ImportError, AttributeError):
+            problems.append(
+                problem(
+                    "E506",
+                    where=f"torch {torch.__version__}",
+                    found=f"{entry.module} has no {entry.name} (used in meshwright.{entry.used_in})",
+                    needs=f"torch {MADE_FOR}, or a version that has this name",
+                    do=f"install torch {MADE_FOR}",
+                )
+            )
+    return problems

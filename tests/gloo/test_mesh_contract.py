@@ -1,0 +1,45 @@
+"""The private names of torch are all there, and one that is not is named."""
+
+from __future__ import annotations
+
+from meshwright.mesh.contract import NAMES, PrivateName, missing
+
+
+def test_every_name_resolves_in_this_torch() -> None:
+    assert missing() == []
+    assert len(NAMES) == len(set(NAMES)) > 0
+
+
+def test_e506_names_what_is_missing() -> None:
+    gone = (
+        PrivateName("torch.distributed.pipelining.schedules", "_Action.no_such_method", "parallel.pipeline"),
+        PrivateName("torch.no_such_module", "name", "parallel.zero"),
+        NAMES[0],
+    )
+    problems = missing(gone)
+    assert [p.code for p in problems] == ["E506", "E506"]
+    assert "_Action.no_such_method" in problems[0].found
+    assert "meshwright.parallel.zero" in problems[1].found
+    assert "2.13" in problems[0].do
+
+
+def test_every_private_import_of_the_torch_half_is_listed() -> None:
+    """A private torch name that is imported in src must stand in the list."""
+    import ast
+    from pathlib import Path
+
+    import meshwright
+
+    listed = {(n.module, n.name.split(".")[0]) for n in NAMES}
+    unlisted = []
+    for path in Path(meshwright.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+                module = node.module or ""
+                private_module = any(part.startswith("_") for part in module.split("."))
+                unlisted += [
+                    f"{path.name}: {module}.{alias.name}"
+                    for alias in node.names
+                    if (private_module or alias.name.startswith("_")) and (module, alias.name) not in listed
+                ]
+    assert unlisted == []
