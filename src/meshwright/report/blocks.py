@@ -46,7 +46,7 @@ class Note:
 class Items:
     """A list of sentences, in order."""
 
-    items: tuple[str, ...]
+    sentences: tuple[str, ...]
     block: str = "items"
 
 
