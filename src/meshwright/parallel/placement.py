@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.layout.layout import Layout
+from meshwright.mesh.device_mesh import MeshView
 from meshwright.model.spec import ModelSpec
 
 
@@ -39,6 +41,24 @@ def placed(params: Mapping[str, Tensor], stage: int) -> list[Placed]:
         )
         for name, p in params.items()
     ]
+
+
+def check_placement(spec: ModelSpec, view: MeshView, params: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the account over all ranks, the same on each; every rank calls it before the first step.
+
+    Communication: one all_gather of names and sizes on ``world``.
+
+    Raises:
+        MeshwrightError: E540 when a parameter is not placed exactly once.
+    """
+    mine = placed(params, view.stage)
+    ranks: list[Any] = [mine]
+    if view.layout.world_size > 1:
+        ranks = [None] * view.layout.world_size
+        dist.all_gather_object(ranks, mine)
+    result = account(spec, view.layout, ranks)
+    refuse_incomplete(result)
+    return result
 
 
 def account(spec: ModelSpec, layout: Layout, ranks: Sequence[Sequence[Placed]]) -> dict[str, Any]:

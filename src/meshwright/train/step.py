@@ -9,8 +9,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -59,6 +61,7 @@ def train_step(
     rate: Rate,
     max_norm: float | None,
     scale: LossScale,
+    on_gradients: Callable[[ParallelModel], None] | None = None,
 ) -> StepResult:
     """Run update ``step`` (counted from 1) on this rank's micro-batches; see the module for its five parts.
 
@@ -71,6 +74,7 @@ def train_step(
         rate: learning-rate schedule.
         max_norm: clip the gradient norm to this; None clips nothing.
         scale: loss scale, updated in place.
+        on_gradients: called with the finished gradients before they are clipped (still times the loss scale).
     """
     marks = [time.perf_counter()]
     lr = rate.rate(step)
@@ -95,6 +99,8 @@ def train_step(
     marks.append(time.perf_counter())
     model.finish_gradients()
     marks.append(time.perf_counter())
+    if on_gradients is not None:
+        on_gradients(model)
 
     square_sum = model.owned_square_sum()
     overflow = (~torch.isfinite(square_sum)).to(torch.float64)
@@ -127,4 +133,4 @@ def train_step(
 
 
 def _differences(marks: list[float]) -> list[float]:
-    return [b - a for a, b in zip(marks, marks[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(marks)]

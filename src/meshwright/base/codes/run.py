@@ -107,6 +107,14 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         do="compare with the names that meshwright inspect prints",
     ),
     CodeInfo(
+        code="E813",
+        title="A result cannot be written",
+        kind="world",
+        needs="a folder that can be written, with space left",
+        why="a result that is not on disk is lost",
+        do="choose another folder, or free space",
+    ),
+    CodeInfo(
         code="E549",
         title="No repeated blocks were found",
         kind="input",

@@ -1,0 +1,1 @@
+"""Whole jobs from a command's options to its result: training, proving, the demos."""

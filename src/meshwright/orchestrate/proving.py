@@ -1,0 +1,307 @@
+"""``meshwright prove``: a layout against one device, from options to verdict."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.base.errors import ExitCode, MeshwrightError, problem, refuse
+from meshwright.layout.batch import derive_batch
+from meshwright.layout.check import check
+from meshwright.layout.layout import Layout
+from meshwright.layout.parse import parse_layout
+from meshwright.mesh.env import RankFacts
+from meshwright.mesh.launch import run_local
+from meshwright.model.read_hf import read_model, spec_from_config
+from meshwright.model.spec import ModelSpec
+from meshwright.program.make import make_plan
+from meshwright.program.plan import Plan
+from meshwright.prove.parity import compare_references
+from meshwright.prove.reference import Recipe, Reference, TokenBatch, run_reference
+from meshwright.prove.verdict import tolerances, verdict
+from meshwright.prove.worker import Fault, ProofTask, RankProof, prove_rank
+from meshwright.train.data import synthetic_batch
+from meshwright.train.optim import Rate
+
+Show = Callable[[str], None]
+DEFAULT_SEQ_LEN = 32
+TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofOptimizer:
+    """Optimizer settings of a proof without a run file."""
+
+    name: str = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What the forked processes of a proof share."""
+
+    recipe: Recipe | None
+    task: ProofTask | None
+    spec: ModelSpec
+    batches: Sequence[TokenBatch]
+    folder: str
+
+
+def _reference_rank(facts: RankFacts, work: _Work) -> Reference:
+    facts.at(step=0, action="one-device reference")
+    assert work.recipe is not None
+    return run_reference(work.recipe, work.spec, work.batches, work.folder)
+
+
+def _proof_rank(facts: RankFacts, work: _Work) -> RankProof:
+    assert work.task is not None
+    return prove_rank(facts.rank, work.task, facts.at)
+
+
+def proof_plan(
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    model_path: str,
+    seq_len: int,
+    global_batch: int | None,
+    freeze: tuple[str, ...],
+) -> Plan:
+    """Return the plan that a proof runs; the default batch is 2 x dp x pp x micro_batch sequences.
+
+    Raises:
+        MeshwrightError: everything that is illegal or not built, at once.
+    """
+    size = global_batch if global_batch is not None else 2 * layout.dp * layout.pp * layout.micro_batch
+    batch = derive_batch(layout, size, seq_len)
+    refuse(check(spec, layout, batch, for_run=True))
+    return make_plan(spec, layout, size, seq_len, model_path, frozen=freeze)
+
+
+def run_proof(
+    plan: Plan,
+    spec: ModelSpec,
+    *,
+    steps: int,
+    seed: int,
+    valid: str,
+    optimizer: Any,
+    max_norm: float | None,
+    show: Show,
+    fault: Fault | None = None,
+    batches: Sequence[TokenBatch] | None = None,
+) -> dict[str, Any]:
+    """Run the reference and then the plan on local ranks, and return the verdict.
+
+    Raises:
+        MeshwrightError: when a rank fails.
+    """
+    rate = Rate(name="constant", peak=optimizer.lr, warmup_steps=0, total_steps=steps)
+    batch = plan.batch
+    data = list(batches) if batches is not None else _batches(plan, spec, steps, seed, valid)
+    folder = tempfile.mkdtemp(prefix="meshwright-prove-")
+    try:
+        recipe = Recipe(
+            config=plan.model_config,
+            seed=seed,
+            precision="fp64",
+            frozen=plan.frozen,
+            optimizer=optimizer,
+            rates=tuple(rate.rate(k + 1) for k in range(steps)),
+            max_norm=max_norm,
+            rows_at_once=batch.micro_batch,
+        )
+
+        def reference(name: str, recipe: Recipe) -> Reference:
+            work = _Work(recipe=recipe, task=None, spec=spec, batches=data, folder=str(Path(folder) / name))
+            return run_local(_reference_rank, 1, work, timeout_s=TIMEOUT_S)[0]
+
+        show(f"one device, float64: {steps} steps of {batch.global_batch} x {batch.seq_len} tokens")
+        truth = reference("fp64", recipe)
+        own_error: dict[str, float] | None = None
+        precision = plan.layout.precision
+        if precision != "fp64":
+            own_error = {}
+            for reverse in (False, True):
+                show(f"one device, {precision}, rows {'reversed' if reverse else 'in order'}: its own error")
+                own = reference(
+                    f"own-{reverse}", replace(recipe, precision=precision, reverse_rows=reverse)
+                )
+                for key, value in compare_references(own, truth, steps).items():
+                    own_error[key] = max(own_error.get(key, 0.0), value)
+        show(f"{plan.world_size} ranks: {plan.layout.text()}")
+        task = ProofTask(
+            plan=plan,
+            spec=spec,
+            reference=truth,
+            batches=data,
+            optimizer=optimizer,
+            rate=rate,
+            max_norm=max_norm,
+            seed=seed,
+            fault=fault,
+        )
+        work = _Work(recipe=None, task=task, spec=spec, batches=data, folder=folder)
+        proofs: list[RankProof] = run_local(_proof_rank, plan.world_size, work, timeout_s=TIMEOUT_S)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    tied = {t.name: t.tied_to for t in spec.tensors() if t.tied_to is not None}
+    result = verdict(plan, truth, proofs, tolerances(precision, own_error), tied)
+    if spec.dropout:
+        result["notes"] = [f"dropout {spec.dropout:g} rests during a proof"]
+    return result
+
+
+def _batches(plan: Plan, spec: ModelSpec, steps: int, seed: int, valid: str) -> list[TokenBatch]:
+    batch = plan.batch
+    out: list[TokenBatch] = []
+    for k in range(steps):
+        ids, labels = synthetic_batch(
+            k,
+            spec.vocab_size,
+            batch.global_batch,
+            batch.seq_len,
+            seed,
+            "all" if valid == "all" else "unequal",
+            micro_batch=batch.micro_batch,
+            dp=batch.dp,
+        )
+        out.append((torch.from_numpy(ids), torch.from_numpy(labels)))
+    return out
+
+
+def prove_command(
+    run: Any | None,
+    *,
+    model: str | None,
+    layout: str,
+    steps: int = 3,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: str | None = None,
+    freeze: Sequence[str] = (),
+    tie: bool = False,
+    valid: str = "unequal",
+    ladder: bool = False,
+    resume: bool = False,
+    json_output: bool = False,
+    out: str | None = None,
+    show: Show | None = None,
+) -> dict[str, Any]:
+    """Return the verdict of a proof from a run file or a model; writes it to ``out`` when given.
+
+    Raises:
+        MeshwrightError: every Problem of the input; E900 for what later work brings.
+    """
+    show = show or (lambda line: None)
+    problems = []
+    if ladder and any(parse_layout(layout).as_dict()[a] > 1 for a in ("tp", "cp", "ep")):
+        problems.append(problem("E900", where="--ladder", found="rungs for tp, cp and ep are not built yet"))
+    if resume:
+        problems.append(problem("E900", where="--resume", found="the proof of a resumed run is not built yet"))
+    refuse(problems)
+    target = model if model is not None else run.model.config
+    spec = read_model(target)
+    if tie and not spec.tied_embeddings:
+        spec = spec_from_config({**spec.config, "tie_word_embeddings": True}, spec.name, spec.source)
+    wanted = replace(parse_layout(layout), precision=precision or "fp64")
+    length = seq_len or min(DEFAULT_SEQ_LEN, spec.max_position_embeddings)
+    optimizer = run.optimizer if run is not None else ProofOptimizer()
+    max_norm = run.clip.max_norm if run is not None else 1.0
+    patterns = tuple(freeze) + (tuple(run.freeze) if run is not None else ())
+    seed = run.run.seed if run is not None else 0
+    settings: dict[str, Any] = {
+        "steps": steps,
+        "seed": seed,
+        "valid": valid,
+        "optimizer": optimizer,
+        "max_norm": max_norm,
+        "show": show,
+    }
+
+    def prove(layout: Layout) -> dict[str, Any]:
+        plan = proof_plan(
+            spec, layout, model_path=target, seq_len=length, global_batch=global_batch, freeze=patterns
+        )
+        return run_proof(plan, spec, **settings)
+
+    if ladder:
+        result = climb(wanted, prove, show)
+    else:
+        result = prove(wanted)
+    if out is not None:
+        write_json(out, result)
+    return result
+
+
+def rungs(layout: Layout) -> list[Layout]:
+    """Return the ladder to ``layout``: one device, then one axis more on each rung (pp, then dp, then ZeRO)."""
+    plain = replace(
+        layout, dp=1, zero=0, shard=1, pp=1, cut="auto", schedule="1f1b", chunks=1, micro_batch=layout.micro_batch
+    )
+    steps = [plain]
+    if layout.pp > 1:
+        steps.append(replace(plain, pp=layout.pp, cut=layout.cut, schedule=layout.schedule, chunks=layout.chunks))
+    if layout.dp > 1:
+        steps.append(replace(steps[-1], dp=layout.dp))
+    if layout.zero > 0:
+        if layout.shard < layout.dp:
+            steps.append(replace(steps[-1], zero=layout.zero, shard=layout.dp))
+        steps.append(replace(steps[-1], zero=layout.zero, shard=layout.shard))
+    return [r for k, r in enumerate(steps) if k == 0 or r != steps[k - 1]]
+
+
+def climb(layout: Layout, prove: Callable[[Layout], dict[str, Any]], show: Show) -> dict[str, Any]:
+    """Prove each rung in turn and stop at the first that differs; Returns the last verdict with the ladder."""
+    ladder: list[dict[str, Any]] = []
+    result: dict[str, Any] = {}
+    for rung in rungs(layout):
+        show(f"rung {len(ladder) + 1}: {rung.text()}")
+        result = prove(rung)
+        ladder.append(
+            {
+                "layout": rung.text(),
+                "passed": result["passed"],
+                "max_rel_diff": result["gradients"]["max_rel_diff"],
+                "worst": result["gradients"]["worst"],
+            }
+        )
+        if not result["passed"]:
+            break
+    failed = next((r for r in ladder if not r["passed"]), None)
+    return result | {"ladder": ladder, "first_failing_rung": failed}
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write ``value`` as JSON: to a temporary name, synced, then renamed.
+
+    Raises:
+        MeshwrightError: E813 when the folder cannot be written.
+    """
+    import os
+
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1, allow_nan=True)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise MeshwrightError(
+            problem("E813", where=str(target), found=f"{type(error).__name__}: {error}"), ExitCode.ENVIRONMENT
+        ) from error

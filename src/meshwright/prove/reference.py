@@ -1,0 +1,139 @@
+"""The one-device reference: a plain PyTorch loop over the user's model, sharing no code with the runtime.
+
+What it leaves behind, per step: the loss, the gradient norm, every raw gradient and every updated weight, as a
+safetensors file that the ranks map into memory and compare their own shards with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from meshwright.model.spec import ModelSpec
+from meshwright.parallel.build import build_model, frozen_names
+from meshwright.parallel.precision import dtype_of
+
+TokenBatch = tuple[Tensor, Tensor]
+"""Token ids and shifted labels of a global batch, both [G, T]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What one device computed.
+
+    Attributes:
+        folder: holds ``step-K.safetensors`` with "gradient/NAME" and "weight/NAME".
+        losses: loss per step.
+        norms: gradient norm per step, before clipping.
+        gradient_max: per step, the largest absolute gradient of each tensor.
+        weight_max: per step, the largest absolute weight of each tensor.
+    """
+
+    folder: str
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    gradient_max: tuple[dict[str, float], ...]
+    weight_max: tuple[dict[str, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that decides what one device computes."""
+
+    config: dict[str, Any]
+    seed: int
+    precision: str
+    frozen: tuple[str, ...]
+    optimizer: Any
+    rates: tuple[float, ...]
+    max_norm: float | None
+    rows_at_once: int
+    reverse_rows: bool = False
+    """Take the rows of the batch in reverse order: the control that shows what summation order alone does."""
+
+
+def run_reference(
+    recipe: Recipe,
+    spec: ModelSpec,
+    batches: Sequence[TokenBatch],
+    folder: str,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Reference:
+    """Train on ``batches`` on one device and save what every step computed; Returns the Reference."""
+    fp64 = recipe.precision == "fp64"
+    dtype = torch.float64 if fp64 else torch.float32
+    model = build_model(recipe.config, seed=recipe.seed, dtype=dtype, weights=weights)
+    model.eval()  # dropout rests during a proof
+    frozen = frozen_names(spec, recipe.frozen)
+    params = dict(model.named_parameters())
+    for name, p in params.items():
+        p.requires_grad_(name not in frozen)
+    trainable = {n: p for n, p in params.items() if p.requires_grad}
+    optimizer = _optimizer(trainable, recipe.optimizer)
+    autocast = recipe.precision in ("bf16", "fp16")
+    losses: list[float] = []
+    norms: list[float] = []
+    gradient_max: list[dict[str, float]] = []
+    weight_max: list[dict[str, float]] = []
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for k, (inputs_GT, labels_GT) in enumerate(batches):
+        if recipe.reverse_rows:
+            inputs_GT, labels_GT = inputs_GT.flip(0), labels_GT.flip(0)
+        optimizer.zero_grad()
+        valid = int((labels_GT != -100).sum())
+        loss = 0.0
+        for x_BT, y_BT in zip(
+            inputs_GT.split(recipe.rows_at_once), labels_GT.split(recipe.rows_at_once), strict=True
+        ):
+            with torch.autocast("cpu", dtype=dtype_of(recipe.precision), enabled=autocast):
+                logits_BTV = model(input_ids=x_BT, use_cache=False).logits
+            logits_BTV = logits_BTV if fp64 else logits_BTV.float()
+            part = F.cross_entropy(logits_BTV.flatten(0, 1), y_BT.flatten(), ignore_index=-100, reduction="sum")
+            (part / valid).backward()
+            loss += part.item() / valid
+        gradients = {n: _gradient(p) for n, p in trainable.items()}
+        norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt().item()
+        losses.append(loss)
+        norms.append(norm)
+        kept = {f"gradient/{n}": g.clone() for n, g in gradients.items()}
+        if recipe.max_norm is not None and norm > recipe.max_norm:
+            for g in gradients.values():
+                g.mul_(recipe.max_norm / norm)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.rates[k]
+        optimizer.step()
+        kept |= {f"weight/{n}": p.detach().clone() for n, p in params.items()}
+        save_file(kept, str(Path(folder) / f"step-{k}.safetensors"))
+        gradient_max.append({n: kept[f"gradient/{n}"].abs().max().item() for n in gradients})
+        weight_max.append({n: kept[f"weight/{n}"].abs().max().item() for n in params})
+    return Reference(
+        folder=folder,
+        losses=tuple(losses),
+        norms=tuple(norms),
+        gradient_max=tuple(gradient_max),
+        weight_max=tuple(weight_max),
+    )
+
+
+def _gradient(p: Tensor) -> Tensor:
+    if p.grad is None:
+        p.grad = torch.zeros_like(p)
+    return p.grad
+
+
+def _optimizer(trainable: Mapping[str, Tensor], settings: Any) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in trainable.values() if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trainable.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [g for g in groups if g["params"]]
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=tuple(settings.betas), eps=settings.eps)
