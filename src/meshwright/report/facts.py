@@ -197,8 +197,7 @@ def why_blocks(source: Source) -> tuple[Block, ...]:
     if binds:
         blocks.append(Note(text=f"What limits this plan: {binds}."))
     warnings = [str(w) for w in listed(source.plan.get("warnings"))]
-    if warnings:
-        blocks.append(Items(sentences=tuple(f"Warning: {w}" for w in warnings)))
+    blocks += [Note(text=f"Warning: {w}", tone="bad") for w in warnings]
     return tuple(blocks)
 
 

@@ -77,8 +77,9 @@ def byte_unit(highest: float) -> tuple[float, str]:
     return 1.0, "bytes"
 
 
-def _bar(row: RankMemory, label: str, css: str) -> Bar:
+def _bar(row: RankMemory, label: str, css: str, *, show_total: bool = True) -> Bar:
     return Bar(
+        show_total=show_total,
         label=label,
         css=css,
         parts=tuple(
@@ -134,7 +135,14 @@ def memory_blocks(source: Source, capacity: float | None, capacity_from: str) ->
     for k in sorted(lookup_p | lookup_m):
         label = name((lookup_p | lookup_m)[k])
         if k in lookup_p:
-            rows.append(_bar(lookup_p[k], label if dense else f"{label}, predicted", "predicted"))
+            rows.append(
+                _bar(
+                    lookup_p[k],
+                    label if dense else f"{label}, predicted",
+                    "predicted",
+                    show_total=not dense or k not in lookup_m,
+                )
+            )
             label = "" if dense else label
         if k in lookup_m:
             rows.append(_bar(lookup_m[k], label if dense else f"{label}, measured", "measured"))
@@ -147,8 +155,10 @@ def memory_blocks(source: Source, capacity: float | None, capacity_from: str) ->
         "bar below it is what the run measured: equal lengths mean a good prediction. On a GPU these are bytes "
         "allocated by the caching allocator (not reserved); on a CPU, bytes of live tensors."
     )
-    if measured:
+    if any(not r.parts.get("logits") for r in measured):
         caption += " The measurement counts logits inside activations."
+    if dense and measured:
+        caption += " The figure on the right is the measured peak."
     if by_stage:
         caption += f" There are {len(everyone)} ranks, so each stage shows its highest rank only."
     if capacity is not None and not near:
@@ -181,23 +191,35 @@ def memory_blocks(source: Source, capacity: float | None, capacity_from: str) ->
     return tuple(blocks)
 
 
+def comparable(
+    predicted: Mapping[str, float], measured: Mapping[str, float]
+) -> tuple[tuple[str, float, float], ...]:
+    """Return (category, predicted, measured) bytes; logits join activations where a measurement cannot part them."""
+    joined = bool(measured) and not measured.get("logits") and bool(predicted.get("logits"))
+    rows: list[tuple[str, float, float]] = []
+    for key, label, _ in CATEGORIES:
+        a, b = predicted.get(key, 0.0), measured.get(key, 0.0)
+        if joined and key == "logits":
+            continue
+        if joined and key == "activations":
+            label, a = "activations and logits", a + predicted.get("logits", 0.0)
+        if a or b:
+            rows.append((label, a, b))
+    return tuple(rows)
+
+
 def _table(predicted: tuple[RankMemory, ...], measured: tuple[RankMemory, ...]) -> Grid:
     p, m = max(predicted, key=lambda r: r.peak), max(measured, key=lambda r: r.peak)
     rows = [
         (label, format_bytes(a), format_bytes(b), _error(a, b))
-        for key, label, _ in CATEGORIES
-        for a, b in [(p.parts.get(key, 0.0), m.parts.get(key, 0.0))]
-        if a or b
+        for label, a, b in comparable(p.parts, m.parts)
     ]
     rows.append(("peak", format_bytes(p.peak), format_bytes(m.peak), _error(p.peak, m.peak)))
     return Grid(
         title="The rank with the highest peak",
         head=("category", "predicted", "measured", "error"),
         rows=tuple(rows),
-        caption=(
-            "Error = (predicted - measured) / measured. KiB, MiB and GiB are powers of 1024. Compare activations and "
-            "logits as one sum: the measurement cannot tell them apart."
-        ),
+        caption="Error = (predicted - measured) / measured. KiB, MiB and GiB are powers of 1024.",
         numeric=frozenset({1, 2, 3}),
     )
 

@@ -36,6 +36,7 @@ class Bar:
     css: str = "measured"
     low: float | None = None
     high: float | None = None
+    show_total: bool = True
 
     @property
     def total(self) -> float:
@@ -95,14 +96,22 @@ def _n(value: float) -> str:
     return text[:-2] if text.endswith(".0") else text
 
 
-def frame(body: Sequence[Markup | str], *, name: str, title: str, height: float, extra: str = "") -> Markup:
+def frame(
+    body: Sequence[Markup | str],
+    *,
+    name: str,
+    title: str,
+    height: float,
+    extra: str = "",
+    width: float = WIDTH,
+) -> Markup:
     """Return one accessible ``<svg>`` around ``body`` (already safe), titled for screen readers."""
     safe = escape(name)
     attributes = Markup(" {}").format(extra) if extra else Markup("")
     return Markup(
         '<svg viewBox="0 0 {w} {h}" role="img" aria-labelledby="{n}-title"{a}><title id="{n}-title">{t}</title>'
         "{b}</svg>"
-    ).format(w=WIDTH, h=_n(height), n=safe, t=title, b=Markup("").join(body), a=attributes)
+    ).format(w=_n(width), h=_n(height), n=safe, t=title, b=Markup("").join(body), a=attributes)
 
 
 def _text(x: float, y: float, text: str, *, css: str = "", anchor: str = "start") -> Markup:
@@ -193,7 +202,7 @@ def bars(
     capacity). A bar with ``low`` and ``high`` carries a whisker. ``dense`` halves the bars' height.
     """
     left, right, top = 172.0, 92.0, 8.0
-    step, thick = (11.0, 8.0) if dense else (26.0, 18.0)
+    step, thick = (7.5, 6.0) if dense else (26.0, 18.0)
     highest = max(
         [b.total for b in rows] + [b.high for b in rows if b.high is not None] + [marker or 0.0], default=0.0
     )
@@ -211,7 +220,7 @@ def bars(
         y = top + i * step + (step - thick) / 2
         middle = y + thick / 2
         if bar.label:
-            body.append(_text(left - 8, middle + 4, bar.label, css="lab", anchor="end"))
+            body.append(_text(left - 8, middle + (7 if dense else 4), bar.label, css="lab", anchor="end"))
         x = left
         for part in bar.parts:
             if part.value <= 0:
@@ -228,8 +237,12 @@ def bars(
                 _rule(b, middle - 4, b, middle + 4, "whisker"),
             ]
             x = max(x, b)
-        if not dense or bar.label:
-            body.append(_text(x + 6, middle + 4, format_value(bar.total), css="val"))
+        if bar.show_total:
+            body.append(
+                _text(
+                    x + 6 if not dense else WIDTH - right + 6, middle + 4, format_value(bar.total), css="val"
+                )
+            )
     if marker is not None:
         x = left + marker * scale
         body += [
@@ -256,6 +269,7 @@ def lines(
     y_log: int = 0,
     from_zero: bool = False,
     height: float = 240.0,
+    width: float = WIDTH,
     x_unit: float = 1.0,
     y_unit: float = 1.0,
 ) -> Markup:
@@ -273,10 +287,11 @@ def lines(
     ]
     if not usable:
         return frame(
-            [_text(WIDTH / 2, height / 2, "no finite value", css="tick", anchor="middle")],
+            [_text(width / 2, height / 2, "no finite value", css="tick", anchor="middle")],
             name=name,
             title=title,
             height=height,
+            width=width,
         )
     x_low, x_high = min(x for x, _ in usable), max(x for x, _ in usable)
     y_low, y_high = min(y for _, y in usable), max(y for _, y in usable)
@@ -296,7 +311,7 @@ def lines(
             if x_log
             else (x - x_low) / (x_high - x_low)
         )
-        return left + share * (WIDTH - left - right)
+        return left + share * (width - left - right)
 
     def place_y(y: float) -> float:
         share = (
@@ -315,13 +330,13 @@ def lines(
     for tick in y_ticks:
         y = place_y(tick)
         body += [
-            _rule(left, y, WIDTH - right, y, "rule"),
+            _rule(left, y, width - right, y, "rule"),
             _text(left - 6, y + 4, format_y(tick), css="tick", anchor="end"),
         ]
     x_ticks = (
         log_ticks(x_low, x_high, x_log)
         if x_log
-        else tuple(t * x_unit for t in nice_ticks(x_low / x_unit, x_high / x_unit, 6))
+        else tuple(t * x_unit for t in nice_ticks(x_low / x_unit, x_high / x_unit, 6 if width > 500 else 4))
     )
     for tick in x_ticks:
         x = place_x(tick)
@@ -330,8 +345,8 @@ def lines(
             _text(x, bottom + 17, format_x(tick), css="tick", anchor="middle"),
         ]
     body += [
-        _rule(left, bottom, WIDTH - right, bottom, "axis"),
-        _text((left + WIDTH - right) / 2, bottom + 36, x_label, css="tick", anchor="middle"),
+        _rule(left, bottom, width - right, bottom, "axis"),
+        _text((left + width - right) / 2, bottom + 36, x_label, css="tick", anchor="middle"),
         Markup(
             '<text transform="translate(13 {}) rotate(-90)" class="tick" text-anchor="middle">{}</text>'
         ).format(_n((top + bottom) / 2), y_label),
@@ -355,7 +370,7 @@ def lines(
                 )
             pen = "L"
         body.append(Markup('<path d="{}" class="curve {}"/>').format("".join(path), curve.css))
-    return frame(body, name=name, title=title, height=height)
+    return frame(body, name=name, title=title, height=height, width=width)
 
 
 def gantt(

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from meshwright.base.units import format_bytes, format_count, format_seconds
 from meshwright.report.facts import error_pct, peak_bytes
-from meshwright.report.memory import CATEGORIES, memory_parts
+from meshwright.report.memory import CATEGORIES, comparable, memory_parts
 from meshwright.report.proof import scientific
 from meshwright.report.ranks import layout_text
 from meshwright.report.source import listed, number, table, tables
@@ -210,20 +210,15 @@ def final_screen(
         ]
         rows.append(("step", number(prediction.get("step_time_s")), number(measurement.get("step_time_s"))))
         shown.append(_compared("Step time, exposed seconds by cause", rows, format_seconds))
-        p, m = table(prediction.get("memory_bytes")), table(measurement.get("memory_bytes"))
         rows = [
-            (name, number(p.get(key)), number(m.get(key)))
-            for key, name, _ in CATEGORIES
-            if number(p.get(key)) or number(m.get(key))
+            (name, a if prediction else None, b if measurement else None)
+            for name, a, b in comparable(
+                memory_parts(table(prediction.get("memory_bytes"))),
+                memory_parts(table(measurement.get("memory_bytes"))),
+            )
         ]
         rows.append(("peak", peak_bytes(prediction), peak_bytes(measurement)))
-        shown.append(
-            _compared(
-                "Memory at the peak, rank with the highest peak (logits are measured inside activations)",
-                rows,
-                format_bytes,
-            )
-        )
+        shown.append(_compared("Memory at the peak, rank with the highest peak", rows, format_bytes))
     shown.append(_parity(prove))
     if page is not None:
         shown.append(Text(f"Report   {page}"))

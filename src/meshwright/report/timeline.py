@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.base.units import format_bytes, format_seconds
+from meshwright.layout.ranks import coordinates
 from meshwright.model.spec import ModelSpec
 from meshwright.program.derive import derive
 from meshwright.program.plan import Plan
 from meshwright.program.step import Collective, Compute, StepProgram
-from meshwright.layout.ranks import coordinates
 from meshwright.report.blocks import Block, Grid, Note, Picture
 from meshwright.report.derived import Derived
 from meshwright.report.source import Source, number, table
@@ -92,7 +92,9 @@ def _pipeline(
 ) -> tuple[Block, ...]:
     times = stage_times(plan, spec, schedule, compute_s)
     clock = run_clock(schedule, times.forward, times.backward)
-    unit, unit_name = second_unit(clock.makespan_s) if times.unit == "s" else (1.0, "forwards of the longest stage")
+    unit, unit_name = (
+        second_unit(clock.makespan_s) if times.unit == "s" else (1.0, "forwards of the longest stage")
+    )
     of_total, of_ideal = clock.bubble_share_of_total, clock.bubble_share_of_ideal
 
     def show(value: float) -> str:
@@ -124,7 +126,7 @@ def _pipeline(
     caption = (
         "A row is one pipeline rank, a box one action of one micro-batch (its number), the shade behind the boxes is "
         "waiting: the bubble. Read left to right: later stages wait until the first micro-batch reaches them. "
-        f"The share of the total is idle time over the whole step's time; the share of the ideal is idle time over the "
+        "The share of the total is idle time over the whole step's time; the share of the ideal is idle time over the "
         "time without any waiting. "
     )
     caption += (
@@ -159,7 +161,7 @@ def _pipeline(
 
 def _stage_table(plan: Plan, schedule: Schedule, clock: Clock, times: StageTimes, show: object) -> Grid:
     layers = plan.layout.cut_layers
-    text = format_seconds if times.unit == "s" else (lambda v: f"{v:.2f} forwards")  # noqa: E731
+    text = format_seconds if times.unit == "s" else (lambda v: f"{v:.2f} forwards")
     rows: list[tuple[str, ...]] = []
     for stage, rank in enumerate(schedule.stage_ranks):
         rows.append(
@@ -175,7 +177,15 @@ def _stage_table(plan: Plan, schedule: Schedule, clock: Clock, times: StageTimes
         )
     return Grid(
         title="Stages",
-        head=("stage", "pipeline rank", "layers", "forward", "backward", "rank's busy time", "most in flight"),
+        head=(
+            "stage",
+            "pipeline rank",
+            "layers",
+            "forward",
+            "backward",
+            "rank's busy time",
+            "most in flight",
+        ),
         rows=tuple(rows),
         caption=(
             "Forward and backward are of one micro-batch. In flight: micro-batches whose activations the rank holds; "
@@ -305,7 +315,14 @@ def _volume_table(collectives: Sequence[Collective]) -> Block:
         title="What rank 0 exchanges in one step",
         head=("collective", "axis", "group", "count", "payload", "volume"),
         rows=tuple(
-            (kind.replace("_", "-"), axis, f"{size} ranks", str(n), format_bytes(payload), format_bytes(volume))
+            (
+                kind.replace("_", "-"),
+                axis,
+                f"{size} ranks",
+                str(n),
+                format_bytes(payload),
+                format_bytes(volume),
+            )
             for (kind, axis, size), (n, payload, volume) in sorted(rows.items())
         ),
         caption=(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+from markupsafe import Markup
 
 from meshwright.base.units import format_seconds
 from meshwright.report.blocks import Block, Grid, Note, Picture
@@ -71,39 +73,25 @@ def second_unit(highest: float) -> tuple[float, str]:
     return (1e-3, "ms") if highest >= 1e-3 else (1e-6, "us")
 
 
+PHASES: Final[Mapping[str, str]] = {
+    "data": "loading data",
+    "forward_backward": "forward and backward",
+    "reduce": "reducing gradients and norm",
+    "optimizer": "optimizer step",
+}
+"""Names of the training loop's phases; another phase keeps its key."""
+
+
 def time_blocks(source: Source) -> tuple[Block, ...]:
-    """Return the step-time section: predicted causes, measured causes and measured phases on one axis."""
-    prediction = source.prediction
-    rows: list[Bar] = []
-    predicted = cause_parts(table(prediction.get("time_s")))
-    if predicted:
-        rows.append(
-            Bar(
-                label="predicted, by cause",
-                parts=predicted,
-                css="predicted",
-                low=number(prediction.get("step_time_low_s")),
-                high=number(prediction.get("step_time_high_s")),
-            )
-        )
-    measured = cause_parts(table(source.measurement.get("time_s")))
-    if measured:
-        rows.append(Bar(label="measured, by cause", parts=measured))
-    phases = phase_medians(source.metrics)
-    phase_parts = tuple(
-        Part(label=phase.replace("_", " "), value=seconds, css=series(i + 2))
-        for i, (phase, seconds) in enumerate(phases.items())
+    """Return the step-time section: causes, predicted beside measured, and the phases that the loop's clock saw."""
+    prediction, measurement = source.prediction, source.measurement
+    predicted, measured = (
+        cause_parts(table(prediction.get("time_s"))),
+        cause_parts(table(measurement.get("time_s"))),
     )
     step = median_step_s(source)
-    if step is not None and phase_parts:
-        rest = step - sum(phases.values())
-        if rest > 0.005 * step:
-            phase_parts = (*phase_parts, Part(label="not in a phase", value=rest, css="s5"))
-    if phase_parts:
-        rows.append(Bar(label="measured, by phase", parts=phase_parts))
-    elif step is not None and not measured:
-        rows.append(Bar(label="measured", parts=(Part(label="whole step", value=step, css="s5"),)))
-    if not rows:
+    phases = _phase_picture(source, step)
+    if not predicted and not measured and step is None:
         return (
             Note(
                 text="No step time: neither a prediction nor a measured step is recorded here.",
@@ -113,72 +101,113 @@ def time_blocks(source: Source) -> tuple[Block, ...]:
     blocks: list[Block] = []
     if not predicted:
         blocks.append(Note(text="No prediction is recorded.", tone="missing"))
-    if not measured and not phase_parts and step is None:
+    if step is None:
         blocks.append(Note(text="No step was measured.", tone="missing"))
-    unit, unit_name = second_unit(max(b.total for b in rows))
-    caption = (
-        "One bar is one optimizer step. Causes are exposed seconds: communication that runs behind compute costs "
-        "nothing and is not in the bar. Phases are what the training loop's clock saw, so a phase such as forward "
-        "and backward holds compute, communication and waiting together."
-    )
-    if predicted and rows[0].low is not None:
-        caption += " The whisker on the prediction is its 80 % band."
-    if source.metrics:
-        used = len(settled(source.metrics))
-        caption += f" Phases are medians over {used} of {len(source.metrics)} steps" + (
-            " (the first three are warm-up)." if used < len(source.metrics) else "."
-        )
-    named: dict[str, str] = {}
-    for bar in rows:
-        for part in bar.parts:
-            named.setdefault(part.label, part.css)
-    blocks.append(
-        Picture(
-            svg=bars(
-                rows,
-                name="step-time",
-                title="Seconds of one optimizer step, predicted and measured",
-                x_label=f"time of one optimizer step ({unit_name})",
-                format_value=format_seconds,
-                format_tick=plain,
-                tick_unit=unit,
-            ),
-            title="Where the time of a step goes",
-            caption=caption,
-            legend=legend([(css, label) for label, css in named.items()]),
-        )
-    )
+    rows: list[Bar] = []
+    if predicted:
+        low, high = number(prediction.get("step_time_low_s")), number(prediction.get("step_time_high_s"))
+        rows.append(Bar(label="predicted", parts=predicted, css="predicted", low=low, high=high))
+    if measured:
+        rows.append(Bar(label="measured", parts=measured))
+    elif step is not None:
+        rows.append(Bar(label="measured", parts=(Part(label="whole step", value=step, css="s5"),)))
+    blocks.append(_cause_picture(rows))
     if predicted and measured:
-        p, m = table(prediction.get("time_s")), table(source.measurement.get("time_s"))
-        table_rows = [
-            (name, format_seconds(a), format_seconds(b), f"{100 * (a - b) / b:+.1f} %" if b else "-")
-            for key, name, _ in CAUSES
-            for a, b in [(number(p.get(key)) or 0.0, number(m.get(key)) or 0.0)]
-            if a or b
-        ]
-        total_p, total_m = number(prediction.get("step_time_s")), step
-        if total_p is not None and total_m:
-            table_rows.append(
-                (
-                    "step",
-                    format_seconds(total_p),
-                    format_seconds(total_m),
-                    f"{100 * (total_p - total_m) / total_m:+.1f} %",
-                )
-            )
-        blocks.append(
-            Grid(
-                title="Seconds by cause",
-                head=("cause", "predicted", "measured", "error"),
-                rows=tuple(table_rows),
-                caption="Exposed seconds of one step. Error = (predicted - measured) / measured.",
-                numeric=frozenset({1, 2, 3}),
-            )
-        )
+        blocks.append(_cause_table(source, step))
     hidden = {k: v for k, v in ((k, number(v)) for k, v in table(prediction.get("hidden_s")).items()) if v}
     if hidden:
         text = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in hidden.items())
         blocks.append(
             Note(text=f"Predicted communication that hides behind compute, not in the bars: {text}.")
         )
-    return tuple(blocks)
+    return (*blocks, *phases)
+
+
+def _legend(rows: Sequence[Bar]) -> Markup:
+    named: dict[str, str] = {}
+    for bar in rows:
+        for part in bar.parts:
+            named.setdefault(part.label, part.css)
+    return legend([(css, label) for label, css in named.items()])
+
+
+def _cause_picture(rows: Sequence[Bar]) -> Picture:
+    unit, unit_name = second_unit(max(b.total for b in rows))
+    caption = (
+        "One bar is one optimizer step, cut by what makes it wait. The seconds are exposed: communication that runs "
+        "behind compute costs nothing and is not in the bar."
+    )
+    if any(b.low is not None and b.high is not None for b in rows):
+        caption += " The whisker on the prediction is its 80 % band: the measured bar should end inside it."
+    return Picture(
+        svg=bars(
+            rows,
+            name="step-time",
+            title="Seconds of one optimizer step by cause, predicted and measured",
+            x_label=f"time of one optimizer step ({unit_name})",
+            format_value=format_seconds,
+            format_tick=plain,
+            tick_unit=unit,
+        ),
+        title="Where the time of a step goes",
+        caption=caption,
+        legend=_legend(rows),
+    )
+
+
+def _cause_table(source: Source, step: float | None) -> Grid:
+    p, m = table(source.prediction.get("time_s")), table(source.measurement.get("time_s"))
+    rows = [
+        (name, format_seconds(a), format_seconds(b), f"{100 * (a - b) / b:+.1f} %" if b else "-")
+        for key, name, _ in CAUSES
+        for a, b in [(number(p.get(key)) or 0.0, number(m.get(key)) or 0.0)]
+        if a or b
+    ]
+    total = number(source.prediction.get("step_time_s"))
+    if total is not None and step:
+        rows.append(
+            ("step", format_seconds(total), format_seconds(step), f"{100 * (total - step) / step:+.1f} %")
+        )
+    return Grid(
+        title="Seconds by cause",
+        head=("cause", "predicted", "measured", "error"),
+        rows=tuple(rows),
+        caption="Exposed seconds of one step. Error = (predicted - measured) / measured.",
+        numeric=frozenset({1, 2, 3}),
+    )
+
+
+def _phase_picture(source: Source, step: float | None) -> tuple[Block, ...]:
+    phases = phase_medians(source.metrics)
+    parts = tuple(
+        Part(label=PHASES.get(phase, phase.replace("_", " ")), value=seconds, css=series(i))
+        for i, (phase, seconds) in enumerate(phases.items())
+    )
+    if not parts:
+        return ()
+    rest = (step or 0.0) - sum(phases.values())
+    if step and rest > 0.005 * step:
+        parts = (*parts, Part(label="in no phase", value=rest, css="s5"))
+    row = Bar(label="measured", parts=parts)
+    unit, unit_name = second_unit(row.total)
+    used = len(settled(source.metrics))
+    return (
+        Picture(
+            svg=bars(
+                [row],
+                name="phases",
+                title="Phases of one optimizer step as measured",
+                x_label=f"time of one optimizer step ({unit_name})",
+                format_value=format_seconds,
+                format_tick=plain,
+                tick_unit=unit,
+            ),
+            title="What the training loop was doing",
+            caption=(
+                "The same step by the loop's own clock. A phase such as forward and backward holds compute, "
+                f"communication and waiting together. Medians over {used} of {len(source.metrics)} steps"
+                + (" (the first three are warm-up)." if used < len(source.metrics) else ".")
+            ),
+            legend=_legend([row]),
+        ),
+    )

@@ -13,6 +13,7 @@ from meshwright.report.source import Source, number, table
 from meshwright.report.svg import Line, legend, lines, plain
 
 MAX_POINTS = 400
+HALF_WIDTH = 380.0
 
 
 def thin(points: tuple[tuple[float, float], ...], count: int = MAX_POINTS) -> tuple[tuple[float, float], ...]:
@@ -139,7 +140,8 @@ def _small(source: Source) -> list[Block]:
                         x_label="optimizer step",
                         y_label=label,
                         from_zero=True,
-                        height=230,
+                        height=210,
+                        width=HALF_WIDTH,
                     ),
                     title=title,
                     caption=caption,
@@ -164,7 +166,8 @@ def _small(source: Source) -> list[Block]:
                     x_label="optimizer step",
                     y_label=f"peak of the step ({unit_name})",
                     from_zero=True,
-                    height=230,
+                    height=210,
+                    width=HALF_WIDTH,
                     y_unit=unit,
                     format_y=lambda y: plain(y / unit),
                 ),
