@@ -1,0 +1,7 @@
+"""``python -m meshwright`` is the same program as ``meshwright``."""
+
+from __future__ import annotations
+
+from meshwright.cli.main import main
+
+main()

@@ -1,0 +1,355 @@
+"""The run as values: nothing is left as "auto" but the layout, and every value says where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
+from meshwright.config.load import LoadedRun
+from meshwright.layout.batch import derive_batch
+from meshwright.layout.parse import parse_layout
+
+PYTHON_DOCS = "python-docs"
+
+_NOT_HONOURED: Mapping[str, tuple[Any, str]] = {
+    "run.max_minutes": (None, "stop the run yourself (Ctrl-C); its last checkpoint stays"),
+    "run.elastic": (False, "start the run again with --resume after a failure; the layout may change"),
+    "run.deterministic": (False, "remove it: order, weights and data are repeatable from run.seed already"),
+    "profile.steps": (0, "remove it: times by phase are in metrics.jsonl of every run"),
+}
+"""Keys of which only the default is honoured today, and what works instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """What is trained: a description and, or not, pretrained weights."""
+
+    config: str
+    weights: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """What it is trained on."""
+
+    path: str
+    tokenizer: str | None
+    seq_len: int
+    text_field: str
+    eval_fraction: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSettings:
+    """Sequences per optimizer step; ``accumulation`` is only what the user stated, if anything."""
+
+    sequences: int
+    accumulation: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """How weights are updated."""
+
+    name: str
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    momentum: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+    """The learning rate over the steps."""
+
+    name: str
+    warmup_steps: int
+    min_lr_ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipSettings:
+    """The largest gradient norm, or None for no clipping."""
+
+    max_norm: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The run itself; intervals of 0 mean only at the end."""
+
+    dir: str
+    steps: int
+    seed: int
+    checkpoint_every: int
+    eval_every: int
+    eval_batches: int
+    max_minutes: float | None
+    elastic: bool
+    deterministic: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileSettings:
+    """Steps to trace."""
+
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun:
+    """Everything a run needs, as values.
+
+    Attributes:
+        layout_text: layout text, or "auto" where the planner still has to choose.
+        source: the run file.
+        origins: for every dotted key "default", "file:LINE", "--set" or "option --layout".
+        found_in: for every path, against which folder it was taken.
+        warnings: settings that have no effect (W101).
+    """
+
+    model: ModelSettings
+    data: DataSettings
+    batch: BatchSettings
+    optimizer: OptimizerSettings
+    schedule: ScheduleSettings
+    clip: ClipSettings
+    layout_text: str
+    run: RunSettings
+    profile: ProfileSettings
+    freeze: tuple[str, ...]
+    cluster: str | None
+    source: str
+    origins: Mapping[str, str]
+    found_in: Mapping[str, str] = field(default_factory=dict[str, str])
+    warnings: tuple[Problem, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the settings by section, as ``run.json`` keeps them (without origins)."""
+        return {
+            "model": asdict(self.model),
+            "data": asdict(self.data),
+            "batch": asdict(self.batch),
+            "optimizer": {**asdict(self.optimizer), "betas": list(self.optimizer.betas)},
+            "schedule": asdict(self.schedule),
+            "clip": asdict(self.clip),
+            "layout": self.layout_text,
+            "run": asdict(self.run),
+            "profile": asdict(self.profile),
+            "freeze": list(self.freeze),
+            "cluster": self.cluster,
+        }
+
+    def flat(self) -> dict[str, Any]:
+        """Return the settings by dotted key, in the order of the run file."""
+        out: dict[str, Any] = {}
+        for name, value in self.as_dict().items():
+            if isinstance(value, dict):
+                out.update({f"{name}.{key}": held for key, held in value.items()})  # pyright: ignore[reportUnknownVariableType]
+            else:
+                out[name] = value
+        return out
+
+    def with_layout(self, text: str, origin: str) -> ResolvedRun:
+        """Return this run with another layout text and where that came from."""
+        return replace(self, layout_text=text, origins={**self.origins, "layout": origin})
+
+
+def resolve(loaded: LoadedRun, layout: str | None = None, folder: Path | None = None) -> ResolvedRun:
+    """Return the run as values; ``layout`` is the command line's, which comes before the file's.
+
+    Relative paths to read (model, weights, data, tokenizer, cluster) are looked for in the run file's folder
+    first and then in ``folder`` (by default the current one); ``run.dir`` is always taken from the current
+    folder.
+
+    Raises:
+        MeshwrightError: E108 for settings that contradict each other, E901 for settings not honoured yet, and
+            whatever is wrong with the layout text, all at once.
+    """
+    w = loaded.written
+    origins = dict(loaded.origins)
+    found_in: dict[str, str] = {}
+
+    def path(key: str, text: str | None) -> str | None:
+        if text is None:
+            return None
+        shown, place = _locate(text, loaded.source.parent, folder or Path())
+        found_in[key] = place
+        return shown
+
+    config = path("model.config", w.model.config)
+    data_path = w.data.path if w.data.path == PYTHON_DOCS else path("data.path", w.data.path)
+    assert config is not None  # required by the schema, as is data.path
+    assert data_path is not None
+    if layout is not None:
+        origins["layout"] = "option --layout"
+    found_in["run.dir"] = "the current folder"
+    run = ResolvedRun(
+        model=ModelSettings(config=config, weights=path("model.weights", w.model.weights)),
+        data=DataSettings(
+            path=data_path,
+            tokenizer=path("data.tokenizer", w.data.tokenizer),
+            seq_len=w.data.seq_len,
+            text_field=w.data.text_field,
+            eval_fraction=w.data.eval_fraction,
+        ),
+        batch=BatchSettings(sequences=w.batch.sequences, accumulation=w.batch.accumulation),
+        optimizer=OptimizerSettings(
+            name=w.optimizer.name,
+            lr=w.optimizer.lr,
+            weight_decay=w.optimizer.weight_decay,
+            betas=(w.optimizer.betas[0], w.optimizer.betas[1]),
+            eps=w.optimizer.eps,
+            momentum=w.optimizer.momentum,
+        ),
+        schedule=ScheduleSettings(
+            name=w.schedule.name,
+            warmup_steps=w.schedule.warmup_steps,
+            min_lr_ratio=w.schedule.min_lr_ratio,
+        ),
+        clip=ClipSettings(max_norm=w.clip.max_norm),
+        layout_text=w.layout if layout is None else layout,
+        run=RunSettings(
+            dir=w.run.dir or f"runs/{loaded.source.stem}",
+            steps=w.run.steps,
+            seed=w.run.seed,
+            checkpoint_every=w.run.checkpoint_every,
+            eval_every=w.run.eval_every,
+            eval_batches=w.run.eval_batches,
+            max_minutes=w.run.max_minutes,
+            elastic=w.run.elastic,
+            deterministic=w.run.deterministic,
+        ),
+        profile=ProfileSettings(steps=w.profile.steps),
+        freeze=tuple(w.freeze),
+        cluster=path("cluster", w.cluster),
+        source=str(loaded.source),
+        origins=origins,
+        found_in=found_in,
+    )
+    refuse([*_not_honoured(run), *_contradictions(run), *_layout_problems(run)])
+    return replace(run, warnings=tuple(_without_effect(run)))
+
+
+def _locate(text: str, beside: Path, current: Path) -> tuple[str, str]:
+    """Return a path that works from here and the folder it was taken from."""
+    given = Path(text).expanduser()
+    if given.is_absolute():
+        return str(given), "an absolute path"
+    if (beside / given).exists():
+        return str(beside / given), "the run file's folder"
+    if (current / given).exists():
+        return str(current / given), "the current folder"
+    return text, "as written"
+
+
+def _where(run: ResolvedRun, key: str) -> str:
+    """Return the key and, for people, where its value stands."""
+    origin = run.origins[key]
+    return f"{key} ({origin.replace('file', Path(run.source).name, 1)})"
+
+
+def _not_honoured(run: ResolvedRun) -> list[Problem]:
+    flat = run.flat()
+    return [
+        problem(
+            "E901", where=_where(run, key), found=f"{key} = {_shown(flat[key])}", needs=_shown(default), do=do
+        )
+        for key, (default, do) in _NOT_HONOURED.items()
+        if flat[key] != default
+    ]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _contradictions(run: ResolvedRun) -> list[Problem]:
+    problems: list[Problem] = []
+    if run.run.eval_every and not run.data.eval_fraction:
+        problems.append(
+            problem(
+                "E108",
+                where=f"{_where(run, 'run.eval_every')}, {_where(run, 'data.eval_fraction')}",
+                found=f"run.eval_every = {run.run.eval_every} and data.eval_fraction = 0",
+                why="there is no held-out text to evaluate on",
+                do="set data.eval_fraction (for instance 0.02), or run.eval_every = 0",
+            )
+        )
+    stated = run.batch.accumulation
+    if stated is not None and run.layout_text == "auto":
+        problems.append(
+            problem(
+                "E108",
+                where=f"{_where(run, 'batch.accumulation')}, {_where(run, 'layout')}",
+                found=f"batch.accumulation = {stated} and layout = auto",
+                why="the planner chooses dp and micro_batch, and accumulation follows from them",
+                do="remove batch.accumulation, or write the layout out",
+            )
+        )
+    return problems
+
+
+def _layout_problems(run: ResolvedRun) -> list[Problem]:
+    """Return what is wrong with the layout text, its batch and a stated accumulation."""
+    if run.layout_text == "auto":
+        return []
+    try:
+        layout = parse_layout(run.layout_text)
+    except MeshwrightError as error:
+        return [_said(run, p) for p in error.problems]
+    stated = run.batch.accumulation
+    derived = run.batch.sequences / (layout.dp * layout.micro_batch)
+    if stated is not None and stated != derived:
+        return [
+            problem(
+                "E108",
+                where=f"{_where(run, 'batch.accumulation')}, {_where(run, 'layout')}",
+                found=f"batch.accumulation = {stated}, but batch.sequences = {run.batch.sequences} and "
+                f'layout = "{run.layout_text}" make {derived:g}',
+                needs="batch.accumulation == batch.sequences / (dp * micro_batch)",
+                do=f"remove batch.accumulation, or set batch.sequences = "
+                f"{stated * layout.dp * layout.micro_batch}",
+            )
+        ]
+    try:
+        derive_batch(layout, run.batch.sequences, run.data.seq_len)
+    except MeshwrightError as error:
+        return [_said(run, p) for p in error.problems]
+    return []
+
+
+def _said(run: ResolvedRun, found: Problem) -> Problem:
+    """Return a Problem of the layout text with the place where that text stands."""
+    place = _where(run, "layout").removeprefix("layout ")
+    return replace(found, where=f"{found.where or 'layout'} {place}")
+
+
+def _without_effect(run: ResolvedRun) -> list[Problem]:
+    """Return W101 for each setting that was written and that nothing will read."""
+    idle: list[tuple[str, str]] = []
+    if run.optimizer.name == "adamw":
+        idle.append(("optimizer.momentum", "optimizer.name = adamw uses betas"))
+    else:
+        idle += [(f"optimizer.{key}", "optimizer.name = sgd uses momentum") for key in ("betas", "eps")]
+    if run.schedule.name == "constant":
+        idle.append(("schedule.min_lr_ratio", "schedule.name = constant does not decay"))
+    if not run.data.eval_fraction:
+        idle.append(("run.eval_batches", "data.eval_fraction = 0 holds no text out"))
+    flat = run.flat()
+    problems = [
+        problem("W101", where=_where(run, key), found=f"{key} = {_shown(flat[key])} has no effect", why=why)
+        for key, why in idle
+        if run.origins[key] != "default"
+    ]
+    if run.schedule.warmup_steps > run.run.steps:
+        found = f"run.steps = {run.run.steps} ends before schedule.warmup_steps = {run.schedule.warmup_steps}"
+        why = "the learning rate never reaches optimizer.lr, and the decay never starts"
+        problems.append(problem("W101", where=_where(run, "schedule.warmup_steps"), found=found, why=why))
+    return problems

@@ -1,0 +1,168 @@
+"""The run file as people write it: sections, types and ranges. Keys that are not here are refused.
+
+Field descriptions are the reference: ``meshwright config schema`` and the template of ``meshwright init``
+are made from them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Share: TypeAlias = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive: TypeAlias = Annotated[float, Field(gt=0.0)]
+NotNegative: TypeAlias = Annotated[float, Field(ge=0.0)]
+Count: TypeAlias = Annotated[int, Field(ge=1)]
+CountOrOff: TypeAlias = Annotated[int, Field(ge=0)]
+Name: TypeAlias = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A section: no unknown keys, no silent conversions, no infinities."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """What is trained."""
+
+    config: Name = Field(
+        description="a folder with a Hugging Face config.json, such a file, or a name from `meshwright models`"
+    )
+    weights: Name | None = Field(
+        default=None,
+        description="folder or file with pretrained weights; null = fresh weights drawn from run.seed",
+    )
+
+
+class DataSection(Section):
+    """What it is trained on."""
+
+    path: Name = Field(
+        description="a text file, a folder, JSONL, a Hugging Face dataset folder, or python-docs (comes with Python)"
+    )
+    tokenizer: Name | None = Field(
+        default=None,
+        description="a tokenizer.json or a folder with one; null = a byte-level BPE trained on the corpus and cached",
+    )
+    seq_len: Annotated[int, Field(ge=2)] = Field(description="tokens per sequence")
+    text_field: Name = Field(
+        default="text", description="the field that holds the text in JSONL and datasets"
+    )
+    eval_fraction: Share = Field(
+        default=0.02, description="share of the text held out for evaluation; 0 = none"
+    )
+
+
+class BatchSection(Section):
+    """How much goes into one optimizer step."""
+
+    sequences: Count = Field(
+        description="sequences per optimizer step over the whole job; accumulation follows from the layout"
+    )
+    accumulation: Count | None = Field(
+        default=None,
+        description="only checked: must equal sequences / (dp * micro_batch) of the layout; null = derived",
+    )
+
+
+class OptimizerSection(Section):
+    """How weights are updated."""
+
+    name: Literal["adamw", "sgd"] = Field(default="adamw", description="adamw or sgd")
+    lr: Positive = Field(default=3e-4, description="peak learning rate")
+    weight_decay: NotNegative = Field(default=0.1, description="decay of matrices (not of norms and biases)")
+    betas: Annotated[list[Share], Field(min_length=2, max_length=2)] = Field(
+        default=[0.9, 0.95], description="adamw's two averages"
+    )
+    eps: Positive = Field(default=1e-8, description="adamw's denominator term")
+    momentum: Share = Field(default=0.0, description="sgd's momentum")
+
+
+class ScheduleSection(Section):
+    """The learning rate over the steps."""
+
+    name: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="cosine, linear or constant after the warm-up"
+    )
+    warmup_steps: CountOrOff = Field(default=0, description="steps of linear warm-up")
+    min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        default=0.1, description="last learning rate as a share of optimizer.lr"
+    )
+
+
+class ClipSection(Section):
+    """Gradient clipping by the norm over all logical parameters."""
+
+    max_norm: Positive | None = Field(default=1.0, description="largest gradient norm; null = no clipping")
+
+
+class RunSection(Section):
+    """The run itself."""
+
+    dir: Name | None = Field(
+        default=None, description="run folder, from the current folder; null = runs/NAME-OF-THE-RUN-FILE"
+    )
+    steps: Count = Field(description="optimizer steps; also the horizon of the learning-rate schedule")
+    seed: CountOrOff = Field(default=0, description="seed of weights, data order and dropout")
+    checkpoint_every: CountOrOff = Field(
+        default=0, description="steps between checkpoints; 0 = only at the end"
+    )
+    eval_every: CountOrOff = Field(default=0, description="steps between evaluations; 0 = only at the end")
+    eval_batches: Count = Field(default=4, description="global batches of held-out text per evaluation")
+    max_minutes: Positive | None = Field(
+        default=None, description="stop in good order after this many minutes; null = never"
+    )
+    elastic: bool = Field(default=False, description="go on with fewer ranks after a failure")
+    deterministic: bool = Field(default=False, description="only algorithms that repeat bit for bit")
+
+
+class ProfileSection(Section):
+    """Traces of single steps."""
+
+    steps: CountOrOff = Field(default=0, description="steps to trace; 0 = none")
+
+
+class RunFile(Section):
+    """A whole run file, as written and checked."""
+
+    model: ModelSection
+    data: DataSection
+    batch: BatchSection
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    clip: ClipSection = ClipSection()
+    layout: Name = Field(
+        default="auto", description='layout text such as "dp=2,zero=3", or auto (the planner chooses)'
+    )
+    run: RunSection
+    profile: ProfileSection = ProfileSection()
+    cluster: Name | None = Field(
+        default=None,
+        description="a name from `meshwright clusters` or a probe's JSON file, for predictions; null = this machine",
+    )
+    freeze: list[Name] = Field(
+        default_factory=list, description="name patterns of parameters that do not train (model.embed*)"
+    )
+
+
+def sections() -> dict[str, type[Section]]:
+    """Return the sections of the run file by name, in the order in which they are written."""
+    found: dict[str, type[Section]] = {}
+    for name, field in RunFile.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            found[name] = field.annotation
+    return found
+
+
+def known_keys() -> tuple[str, ...]:
+    """Return every dotted key of the run file ("optimizer.lr", "layout", ...)."""
+    keys: list[str] = []
+    parts = sections()
+    for name in RunFile.model_fields:
+        if name in parts:
+            keys.extend(f"{name}.{key}" for key in parts[name].model_fields)
+        else:
+            keys.append(name)
+    return tuple(keys)
