@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from meshwright.base.errors import MeshwrightError, nearest, problem
 from meshwright.model import catalogue
+from meshwright.model.activations import always_unfused
 from meshwright.model.families import BY_ARCHITECTURE, BY_MODEL_TYPE, Family
 from meshwright.model.fields import Fields
 from meshwright.model.spec import ModelSpec
@@ -85,8 +86,7 @@ def spec_from_config(config: Mapping[str, Any], name: str, source: str = "") -> 
     Raises:
         MeshwrightError: E122, E123, E124 or E125.
     """
-    text = config.get("text_config")
-    inner = cast("Mapping[str, Any]", text) if isinstance(text, Mapping) else None
+    inner = _mapping(config.get("text_config"))
     nested = inner is not None and inner.get("model_type", config.get("model_type")) in BY_MODEL_TYPE
     part = inner if inner is not None and nested else config
     family = _family(part, config, name)
@@ -133,10 +133,8 @@ def _flags(spec: ModelSpec, config: Mapping[str, Any], nested: bool) -> tuple[st
     listed = config.get("architectures")
     classes = [str(c) for c in cast("list[Any]", listed)] if isinstance(listed, list) else []
     other = [c for c in classes if c != spec.architecture]
-    quantised: Any = config.get("quantization_config")
-    method = (
-        cast("Mapping[str, Any]", quantised).get("quant_method") if isinstance(quantised, Mapping) else None
-    )
+    quantised = _mapping(config.get("quantization_config"))
+    method = quantised.get("quant_method") if quantised else None
     notes = (
         ("MoE", spec.moe is not None),
         ("MLA", spec.attention.kind == "mla"),
@@ -146,7 +144,7 @@ def _flags(spec: ModelSpec, config: Mapping[str, Any], nested: bool) -> tuple[st
         ("sliding window", any(b.sliding_window for b in spec.blocks)),
         ("unequal blocks", len({b.num_parameters for b in spec.blocks}) > 1),
         ("dropout", spec.dropout > 0),
-        ("attention scores kept in memory (no fused attention in this family)", eager_attention(spec)),
+        ("attention scores kept in memory (no fused attention in this family)", always_unfused(spec)),
         ("text part of a multimodal model", nested),
         ("custom code, not executed", bool(config.get("auto_map"))),
         (f"weights stored quantised ({method}), read as full precision", bool(quantised)),
@@ -156,8 +154,5 @@ def _flags(spec: ModelSpec, config: Mapping[str, Any], nested: bool) -> tuple[st
     return tuple(text for text, holds in notes if holds)
 
 
-def eager_attention(spec: ModelSpec) -> bool:
-    """Return whether transformers runs this model's attention unfused: ALiBi, or soft-capped scores."""
-    if spec.family == "bloom":
-        return True
-    return spec.family == "gemma2" and spec.config.get("attn_logit_softcapping", 50.0) is not None
+def _mapping(value: object) -> Mapping[str, Any] | None:
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else None

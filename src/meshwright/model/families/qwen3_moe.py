@@ -50,7 +50,7 @@ def build(fields: Fields, family: Family, source: str) -> ModelSpec:
     sliding = fields.flag("use_sliding_window", default=False)
     window = fields.optional_size("sliding_window", default=4096) if sliding else None
     step = fields.size("decoder_sparse_step", default=1)
-    dense = tuple(fields.items("mlp_only_layers", int) or ())
+    dense: tuple[int, ...] = fields.items("mlp_only_layers", int) or ()
     fields.refuse()
     blocks = [
         llama_block(i, d, qkv_bias=bias, out_bias=bias, qk_norm=True, window=window)

@@ -1,0 +1,298 @@
+"""What a block keeps for backward, tensor by tensor, as transformers' eager modules save it.
+
+The list was read off the saved-tensor hooks of the modules themselves (unique storages, parameters left
+out) and is held to them by a test. Things that a formula on paper misses: the RMSNorm upcasts to fp32 and
+keeps that copy, its root and the normed value; the tanh form of GELU spelled out in Python keeps four
+tensors of the feed-forward's width; the Gemma norm keeps the normed value in fp32 and a copy of its weight.
+
+Sizes are per micro-batch. ``c`` below is the byte size of the compute dtype and ``r`` that of the residual
+stream, which differs under autocast (compute bf16, residual fp32): then every linear layer keeps its own cast
+of its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from meshwright.model.spec import BlockSpec, ModelSpec, MoESpec
+
+AttentionKernel: TypeAlias = Literal["flash", "math"]
+Along: TypeAlias = Literal["tp", "sequence", "column_input"]
+
+_FP32: Final = 4
+_INT64: Final = 8
+
+_INSIDE_ACTIVATION: Final = {"gelu_new": 4, "gelu_pytorch_tanh": 1, "gelu": 1, "silu": 1, "relu": 0}
+"""Tensors of the feed-forward's width kept inside the activation, its output not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """One tensor (or a few alike) kept for backward.
+
+    Attributes:
+        op: the module or operation that keeps it.
+        num_bytes: bytes for the whole micro-batch on one device without any cut.
+        along: what divides it: "tp" always the tensor axis; "sequence" that axis only with sequence-sharded
+            norms; "column_input" nothing: the replicated (or gathered) input of column-cut matrices, a mask.
+    """
+
+    op: str
+    num_bytes: int
+    along: Along
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    tokens: int
+    seq_len: int
+    c: int
+    r: int
+
+    @property
+    def mixed(self) -> bool:
+        return self.c != self.r
+
+    def casts(self, width: int, layers: int) -> int:
+        """Bytes of a linear input kept by ``layers`` layers: one storage, or a cast each under autocast."""
+        return self.tokens * width * self.c * (layers if self.mixed else 1)
+
+    def keep(self, width: float, size: int) -> int:
+        return round(self.tokens * width * size)
+
+
+def saved_activation_bytes(
+    spec: ModelSpec,
+    block: BlockSpec,
+    seq_len: int,
+    micro_batch: int,
+    compute_bytes: int,
+    attention: AttentionKernel = "flash",
+    residual_bytes: int | None = None,
+) -> int:
+    """Return the bytes that one block keeps for backward of one micro-batch; see ``saved_activations``."""
+    listed = saved_activations(spec, block, seq_len, micro_batch, compute_bytes, attention, residual_bytes)
+    return sum(s.num_bytes for s in listed)
+
+
+def saved_activations(
+    spec: ModelSpec,
+    block: BlockSpec,
+    seq_len: int,
+    micro_batch: int,
+    compute_bytes: int,
+    attention: AttentionKernel = "flash",
+    residual_bytes: int | None = None,
+) -> tuple[SavedTensor, ...]:
+    """Return what one block keeps for backward, operation by operation.
+
+    Args:
+        spec: the model.
+        block: one of its blocks.
+        seq_len: tokens per sequence on this rank.
+        micro_batch: sequences.
+        compute_bytes: bytes of the compute dtype (fp32 4, bf16 2, fp64 8).
+        attention: "flash" for any fused kernel (keeps q, k, v, output, log-sum-exp), "math" for scores in
+            memory. Families that transformers runs unfused (BLOOM, soft-capped Gemma-2) always keep scores.
+        residual_bytes: bytes of the residual stream; 4 under autocast, by default the compute dtype's.
+
+    Excluded: parameters, the cos/sin tables (shared by all blocks), weight casts of autocast.
+    Expert inputs are counted at perfect balance.
+    """
+    z = _Sizes(micro_batch * seq_len, seq_len, compute_bytes, residual_bytes or compute_bytes)
+    saved = [
+        *_norm(spec, z, "norm before attention", spec.hidden_size, z.r),
+        *_attention(spec, block, z, attention),
+    ]
+    if _sandwich(spec):
+        saved += _norm(spec, z, "norm after attention", spec.hidden_size, z.c)
+    saved += _norm(spec, z, "norm before feed-forward", spec.hidden_size, z.r)
+    saved += _feed_forward(spec, block, z)
+    if _sandwich(spec):
+        saved += _norm(spec, z, "norm after feed-forward", spec.hidden_size, z.c)
+    if spec.dropout > 0:
+        masks = z.keep(2 * spec.hidden_size, 1)
+        saved.append(SavedTensor(op="dropout masks", num_bytes=masks, along="sequence"))
+    return tuple(s for s in saved if s.num_bytes)
+
+
+def saved_final_bytes(
+    spec: ModelSpec, seq_len: int, micro_batch: int, compute_bytes: int, residual_bytes: int | None = None
+) -> int:
+    """Return the bytes that the final norm and the head's input keep for one micro-batch (no logits)."""
+    z = _Sizes(micro_batch * seq_len, seq_len, compute_bytes, residual_bytes or compute_bytes)
+    kept = sum(s.num_bytes for s in _norm(spec, z, "final norm", spec.hidden_size, z.r))
+    return kept + z.keep(spec.hidden_size, z.c)
+
+
+def _sandwich(spec: ModelSpec) -> bool:
+    return spec.family in ("gemma2", "gemma3")
+
+
+def _norm(
+    spec: ModelSpec, z: _Sizes, op: str, width: int, out: int, count: int = 1, along: Along = "sequence"
+) -> Iterable[SavedTensor]:
+    """Return what ``count`` norms of ``width`` per token keep; ``out`` is the byte size of their input."""
+    total = count * width
+    if spec.norm == "layernorm":
+        kept = z.keep(total, out) + z.keep(2 * count, out)
+    else:
+        gemma = _sandwich(spec)
+        normed = _FP32 if gemma else out
+        weight = width * _FP32 if gemma else 0
+        kept = z.keep(total, _FP32) + z.keep(count, _FP32) + z.keep(total, normed) + weight
+    yield SavedTensor(op=op, num_bytes=kept, along=along)
+
+
+def _attention(
+    spec: ModelSpec, block: BlockSpec, z: _Sizes, kernel: AttentionKernel
+) -> Iterable[SavedTensor]:
+    a = spec.attention
+    latent = a.kind == "mla"
+    unfused = kernel == "math" or always_unfused(spec)
+    if latent:
+        yield from _latent_inputs(spec, z)
+    else:
+        fused = spec.family in ("gpt2", "phi3", "bloom")
+        yield SavedTensor(
+            op="input of q, k, v",
+            num_bytes=z.casts(spec.hidden_size, 1 if fused else 3),
+            along="column_input",
+        )
+    if a.qk_norm:
+        yield from _norm(spec, z, "query norm", a.head_dim, z.c, a.num_heads, "tp")
+        yield from _norm(spec, z, "key norm", a.head_dim, z.c, a.num_kv_heads, "tp")
+    yield from (_scores(spec, z) if unfused else _fused(spec, block, z))
+
+
+def always_unfused(spec: ModelSpec) -> bool:
+    """Return whether transformers runs the family's attention eagerly: ALiBi, or soft-capped scores."""
+    capped = spec.family == "gemma2" and spec.config.get("attn_logit_softcapping", 50.0) is not None
+    return capped or spec.family == "bloom"
+
+
+def _latent_inputs(spec: ModelSpec, z: _Sizes) -> Iterable[SavedTensor]:
+    """Latent projections: inputs of the down projections, their norms, and inputs of the up projections."""
+    a = spec.attention
+    rank, rope = a.kv_lora_rank or 0, a.qk_rope_head_dim or 0
+    yield SavedTensor(
+        op="input of the latent projections",
+        num_bytes=z.casts(spec.hidden_size, 2),
+        along="column_input",
+    )
+    if a.q_lora_rank is not None:
+        yield from _norm(spec, z, "query latent norm", a.q_lora_rank, z.c)
+        yield SavedTensor(
+            op="input of the query up projection", num_bytes=z.casts(a.q_lora_rank, 1), along="column_input"
+        )
+    yield from _norm(spec, z, "key/value latent norm", rank, z.c)
+    beside = z.keep(rope, _FP32) if z.c == _FP32 else 0  # the rotary part shares the norm input's storage
+    yield SavedTensor(
+        op="input of the key/value up projection",
+        num_bytes=z.casts(rank, 1) + beside,
+        along="column_input",
+    )
+
+
+def _fused(spec: ModelSpec, block: BlockSpec, z: _Sizes) -> Iterable[SavedTensor]:
+    """Keep q, k, v, output and log-sum-exp, as a fused kernel does.
+
+    With a mask (a sliding window not longer than the sequence) transformers repeats keys and values to all
+    heads before the kernel, and the kernel keeps the mask as numbers; without one it takes grouped heads.
+    """
+    a = spec.attention
+    q, out = a.num_heads * a.head_dim, a.num_heads * a.value_head_dim
+    masked = block.sliding_window is not None and z.seq_len >= block.sliding_window
+    heads = a.num_heads if masked or a.kind == "mla" else a.num_kv_heads
+    keys, values = heads * a.head_dim, heads * a.value_head_dim
+    again = 0
+    if a.kind == "mla":
+        values += a.num_heads * (a.qk_nope_head_dim or 0)  # values are a view of the up projection's output
+    elif spec.family == "phi3":
+        again = out  # q comes from a concatenation, head first, so the output is copied to token first
+        if heads == a.num_kv_heads:
+            values += q + a.num_kv_heads * a.head_dim  # values are a view of the fused q|k|v output
+    yield SavedTensor(op="queries, keys and values", num_bytes=z.keep(q + keys + values, z.c), along="tp")
+    yield SavedTensor(op="attention output", num_bytes=z.keep(out + again, z.c), along="tp")
+    yield SavedTensor(op="log-sum-exp", num_bytes=z.keep(a.num_heads, _FP32), along="tp")
+    if masked:
+        mask = z.tokens * z.seq_len * z.c
+        yield SavedTensor(op="attention mask", num_bytes=mask, along="column_input")
+
+
+def _scores(spec: ModelSpec, z: _Sizes) -> Iterable[SavedTensor]:
+    """Keep q, k, v, the probabilities and the output, with keys and values repeated to all heads.
+
+    torch's own unfused kernel computes in fp32 throughout; transformers' eager attention computes in the
+    compute dtype but takes the softmax in fp32 and keeps both that and its cast (and the soft cap's output).
+    """
+    a = spec.attention
+    eager = always_unfused(spec)
+    inside = z.c if eager else max(z.c, _FP32)
+    queries_keys_values = a.num_heads * (2 * a.head_dim + a.value_head_dim)
+    yield SavedTensor(
+        op="queries, keys and values", num_bytes=z.keep(queries_keys_values, inside), along="tp"
+    )
+    yield SavedTensor(
+        op="attention output", num_bytes=z.keep(a.num_heads * a.value_head_dim, z.c), along="tp"
+    )
+    per_score = inside
+    if eager:
+        per_score = _FP32 if z.c == _FP32 else _FP32 + z.c
+        per_score += z.c if spec.family == "gemma2" else 0
+    square = z.tokens * z.seq_len * a.num_heads
+    yield SavedTensor(op="attention scores", num_bytes=square * per_score, along="tp")
+
+
+def _feed_forward(spec: ModelSpec, block: BlockSpec, z: _Sizes) -> Iterable[SavedTensor]:
+    if block.moe is not None:
+        yield from _experts(spec, block.moe, z)
+        if block.moe.shared_ffn_size:
+            yield from _gated(spec, block.moe.shared_ffn_size, z, "shared expert")
+        return
+    fused = spec.family == "phi3" or not spec.gated_mlp
+    yield SavedTensor(
+        op="input of the feed-forward",
+        num_bytes=z.casts(spec.hidden_size, 1 if fused else 2),
+        along="column_input",
+    )
+    if spec.gated_mlp:
+        yield from _gated(spec, block.ffn_size, z, "feed-forward")
+        return
+    inside = _INSIDE_ACTIVATION.get(spec.activation, 1)
+    yield SavedTensor(op="feed-forward", num_bytes=z.keep((inside + 1) * block.ffn_size, z.c), along="tp")
+
+
+def _gated(spec: ModelSpec, ffn: int, z: _Sizes, op: str) -> Iterable[SavedTensor]:
+    """Gate, activated gate, up and their product: four tensors of the feed-forward's width."""
+    inside = _INSIDE_ACTIVATION.get(spec.activation, 1)
+    yield SavedTensor(op=op, num_bytes=z.keep((inside + 3) * ffn, z.c), along="tp")
+
+
+def _experts(spec: ModelSpec, moe: MoESpec, z: _Sizes) -> Iterable[SavedTensor]:
+    """Router, dispatched copies, grouped gate/up and down, weighted outputs: k copies of every token."""
+    k, h = moe.experts_per_token, spec.hidden_size
+    yield SavedTensor(op="input of the experts", num_bytes=z.keep(h, z.r), along="column_input")
+    indices = k * _INT64
+    router = moe.num_experts * _FP32 + indices
+    if spec.family in ("mixtral", "deepseek_v3") or spec.config.get("norm_topk_prob"):
+        router += _FP32 * (1 + k)
+    if spec.family == "deepseek_v3":
+        groups = int(spec.config.get("n_group") or 8)
+        router += _INT64 * (2 * groups + int(spec.config.get("topk_group") or 4)) + moe.num_experts
+    weight = 0
+    if spec.family in ("deepseek_v2", "deepseek_v3") and z.r != _FP32:
+        router += h * _FP32  # the router computes in fp32, from casts of its input and weight
+        weight = moe.num_experts * h * _FP32
+    yield SavedTensor(op="router", num_bytes=z.keep(router, 1) + weight, along="sequence")
+    yield SavedTensor(
+        op="dispatched inputs", num_bytes=z.keep(k * h, z.r) + z.keep(3 * indices, 1), along="column_input"
+    )
+    yield SavedTensor(
+        op="routed experts",
+        num_bytes=z.keep(k * 4 * moe.ffn_size, z.r) + z.keep(k, z.r),
+        along="tp",
+    )
+    yield SavedTensor(op="expert outputs", num_bytes=z.keep(k * h, z.r), along="sequence")

@@ -1,0 +1,124 @@
+"""Saved activation bytes per block against the saved-tensor hooks of the transformers modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from meshwright.model.counts import saved_activation_bytes
+from meshwright.model.read_hf import spec_from_config
+
+MICRO_BATCH, SEQ_LEN, BLOCK = 2, 24, 1
+DTYPE_BYTES = {"fp32": (4, 4), "bf16": (2, 2), "autocast": (2, 4)}
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 40,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+_LATENT = _COMMON | {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 8,
+    "topk_group": 1,
+}
+_NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _COMMON | {"head_dim": 16},
+    "gpt2": {"vocab_size": 64, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 64} | _NO_DROPOUT,
+    "qwen3": _COMMON | {"head_dim": 16},
+    "qwen2": dict(_COMMON),
+    "mistral": _COMMON | {"sliding_window": 8},
+    "phi3": dict(_COMMON),
+    "gemma2": _COMMON | {"head_dim": 16},
+    "gemma3_text": _COMMON | {"head_dim": 16},
+    "mixtral": _COMMON | {"head_dim": 16, "num_local_experts": 4},
+    "qwen3_moe": _COMMON
+    | {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2},
+    "deepseek_v2": _LATENT | {"n_shared_experts": 2, "n_group": 1},
+    "deepseek_v3": _LATENT | {"n_shared_experts": 1, "n_group": 2},
+    "opt": {
+        "vocab_size": 64,
+        "hidden_size": 40,
+        "ffn_dim": 112,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "dropout": 0.0,
+    },
+    "bloom": {"vocab_size": 64, "hidden_size": 40, "n_layer": 2, "n_head": 4},
+}
+CASES = [(kind, precision) for kind in CONFIGS for precision in ("fp32", "bf16")]
+CASES += [(kind, "autocast") for kind in ("llama", "gpt2", "qwen3", "gemma3_text")]
+
+
+def measured_bytes(kind: str, precision: str) -> int:
+    """Bytes of the unique storages that one block's forward saves, weights and their casts left out."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, use_cache=False, **CONFIGS[kind])
+    model = AutoModelForCausalLM.from_config(config).train()
+    if precision == "bf16":
+        model = model.to(torch.bfloat16)
+    spec = spec_from_config({"model_type": kind, **CONFIGS[kind]}, kind)
+    block = model.get_submodule(spec.paths.blocks)[BLOCK]
+    weights = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    cast_shapes = {
+        s for p in block.parameters() for s in (tuple(p.shape), tuple(p.shape)[::-1]) if p.dim() == 2
+    }
+    running = False
+    kept: dict[int, torch.Tensor] = {}
+
+    def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal running
+        running = True
+        for value in kwargs.values():  # cos and sin, masks: shared by all blocks
+            for t in value if isinstance(value, tuple) else (value,):
+                if isinstance(t, torch.Tensor):
+                    weights.add(t.untyped_storage().data_ptr())
+
+    def leave(*_: Any) -> None:
+        nonlocal running
+        running = False
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        pointer = t.untyped_storage().data_ptr()
+        cast = precision == "autocast" and tuple(t.shape) in cast_shapes
+        if running and pointer not in weights and not cast:
+            kept[pointer] = t
+        return t
+
+    block.register_forward_pre_hook(enter, with_kwargs=True)
+    block.register_forward_hook(leave)
+    ids = torch.randint(0, 64, (MICRO_BATCH, SEQ_LEN))
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"),
+    ):
+        model(input_ids=ids)
+    return sum(t.untyped_storage().nbytes() for t in kept.values())
+
+
+@pytest.mark.parametrize(("kind", "precision"), CASES)
+def test_saved_bytes_of_a_block(kind: str, precision: str) -> None:
+    spec = spec_from_config({"model_type": kind, **CONFIGS[kind]}, kind)
+    compute, residual = DTYPE_BYTES[precision]
+    kernel = "math" if spec.attention.kind == "mla" else "flash"  # the CPU has no fused kernel for MLA
+    predicted = saved_activation_bytes(
+        spec, spec.blocks[BLOCK], SEQ_LEN, MICRO_BATCH, compute, kernel, residual_bytes=residual
+    )
+    assert predicted == pytest.approx(measured_bytes(kind, precision), rel=0.002)
