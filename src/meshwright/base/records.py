@@ -91,7 +91,8 @@ class StepRecord:
     """What one optimizer step costs. ``memory`` is that of the rank with the highest peak.
 
     ``model_tflops_per_gpu`` and ``mfu_pct`` count attention by ``flops_convention`` ("causal" halves the
-    scores) and no recompute; ``mfu_pct`` is None where the device's peak is not known.
+    scores) and no recompute; ``mfu_pct`` is None where the device's peak is not known, and
+    ``bubble_share_of_total`` where it was not measured.
     """
 
     step_time_s: float
@@ -99,7 +100,7 @@ class StepRecord:
     model_tflops_per_gpu: float
     mfu_pct: float | None
     flops_convention: str
-    bubble_share_of_total: float
+    bubble_share_of_total: float | None
     memory: MemoryBytes
     time: TimeSeconds
     ranks: tuple[RankRecord, ...] = ()

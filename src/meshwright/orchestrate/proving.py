@@ -135,9 +135,7 @@ def run_proof(
             own_error = {}
             for reverse in (False, True):
                 show(f"one device, {precision}, rows {'reversed' if reverse else 'in order'}: its own error")
-                own = reference(
-                    f"own-{reverse}", replace(recipe, precision=precision, reverse_rows=reverse)
-                )
+                own = reference(f"own-{reverse}", replace(recipe, precision=precision, reverse_rows=reverse))
                 for key, value in compare_references(own, truth, steps).items():
                     own_error[key] = max(own_error.get(key, 0.0), value)
         show(f"{plan.world_size} ranks: {plan.layout.text()}")
@@ -209,7 +207,9 @@ def prove_command(
     if ladder and any(parse_layout(layout).as_dict()[a] > 1 for a in ("tp", "cp", "ep")):
         problems.append(problem("E900", where="--ladder", found="rungs for tp, cp and ep are not built yet"))
     if resume:
-        problems.append(problem("E900", where="--resume", found="the proof of a resumed run is not built yet"))
+        problems.append(
+            problem("E900", where="--resume", found="the proof of a resumed run is not built yet")
+        )
     refuse(problems)
     target = model if model is not None else run.model.config
     spec = read_model(target)
@@ -248,11 +248,21 @@ def prove_command(
 def rungs(layout: Layout) -> list[Layout]:
     """Return the ladder to ``layout``: one device, then one axis more on each rung (pp, then dp, then ZeRO)."""
     plain = replace(
-        layout, dp=1, zero=0, shard=1, pp=1, cut="auto", schedule="1f1b", chunks=1, micro_batch=layout.micro_batch
+        layout,
+        dp=1,
+        zero=0,
+        shard=1,
+        pp=1,
+        cut="auto",
+        schedule="1f1b",
+        chunks=1,
+        micro_batch=layout.micro_batch,
     )
     steps = [plain]
     if layout.pp > 1:
-        steps.append(replace(plain, pp=layout.pp, cut=layout.cut, schedule=layout.schedule, chunks=layout.chunks))
+        steps.append(
+            replace(plain, pp=layout.pp, cut=layout.cut, schedule=layout.schedule, chunks=layout.chunks)
+        )
     if layout.dp > 1:
         steps.append(replace(steps[-1], dp=layout.dp))
     if layout.zero > 0:

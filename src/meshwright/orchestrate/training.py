@@ -1,0 +1,347 @@
+"""``meshwright train``: from a resolved run file to a run folder with prediction and measurement side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+import meshwright
+from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
+from meshwright.base.records import Measurement, RankRecord, TimeSeconds, errors_pct
+from meshwright.checkpoint.load import latest_checkpoint
+from meshwright.cluster.load import cluster_from_probe, read_cluster
+from meshwright.cluster.spec import ClusterSpec
+from meshwright.cost.predict import predict
+from meshwright.layout.batch import derive_batch
+from meshwright.layout.check import check
+from meshwright.layout.parse import parse_layout
+from meshwright.layout.precision import precision_table
+from meshwright.mesh.env import cache_folder, check_world_size, torchrun_facts
+from meshwright.mesh.launch import run_local
+from meshwright.model.counts import flops_per_token
+from meshwright.model.read_hf import read_model
+from meshwright.model.spec import ModelSpec
+from meshwright.orchestrate.machine import machine_probe
+from meshwright.orchestrate.proving import write_json
+from meshwright.parallel.build import frozen_names
+from meshwright.program.make import make_plan
+from meshwright.program.plan import Plan
+from meshwright.program.plan_file import load_plan, plan_to_dict, save_plan
+from meshwright.schedule.text import parse_schedule
+from meshwright.search.search import search
+from meshwright.train.data import check_samples, prepare_tokens
+from meshwright.train.loop import RankSummary, TrainTask, train_rank
+from meshwright.train.weights import load_pretrained
+
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run that is checked and planned, before anything is written."""
+
+    run: Any
+    spec: ModelSpec
+    plan: Plan
+    cluster: ClusterSpec | None
+    probe: dict[str, Any] | None
+    warnings: tuple[Problem, ...]
+
+
+def prepare(
+    run: Any, *, plan_path: str | None, layout: str | None, nproc: int | None, show: Show
+) -> Prepared:
+    """Return the plan of a run: from a file, from a layout text, or from the planner (``auto``).
+
+    Raises:
+        MeshwrightError: everything that is illegal, not built or does not match, at once.
+    """
+    spec = read_model(run.model.config)
+    frozen_names(spec, tuple(run.freeze))
+    facts = torchrun_facts()
+    ranks = facts.world_size if facts is not None else nproc
+    text = layout if layout is not None else run.layout_text
+    if plan_path is not None:
+        plan = load_plan(plan_path)
+        refuse(_differences(plan, spec, run))
+        wanted = plan.layout
+    elif text == "auto":
+        wanted = None
+        plan = None
+    else:
+        wanted = parse_layout(text)
+        plan = None
+    if wanted is not None:
+        ranks = ranks if ranks is not None else wanted.world_size
+        refuse(check_world_size(wanted.world_size, ranks))
+    elif ranks is None:
+        ranks = max(1, os.cpu_count() or 1)
+    cluster, probe = _cluster(run, ranks, show)
+    warnings: tuple[Problem, ...] = ()
+    if wanted is None:
+        assert cluster is not None
+        found = search(
+            spec,
+            cluster,
+            run.data.seq_len,
+            run.batch.sequences,
+            fix=_fixed(run),
+            top=1,
+            model_path=run.model.config,
+            frozen=tuple(run.freeze),
+        )
+        if not found.plans:
+            raise MeshwrightError(found.problems)
+        plan = replace(found.plans[0], model_path=run.model.config)
+        show(f"planned {plan.layout.text()} out of {found.searched} layouts in {found.seconds:.2f} s")
+    elif plan is None:
+        batch = derive_batch(wanted, run.batch.sequences, run.data.seq_len)
+        problems = check(spec, wanted, batch, cluster, for_run=True)
+        refuse(problems)
+        warnings = tuple(problems)
+        plan = make_plan(
+            spec,
+            wanted,
+            run.batch.sequences,
+            run.data.seq_len,
+            run.model.config,
+            frozen=tuple(run.freeze),
+            cluster_name=cluster.name if cluster is not None else "",
+        )
+    assert plan is not None
+    if plan.prediction is None and cluster is not None:
+        schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
+        plan = replace(
+            plan, prediction=predict(spec, plan.layout, plan.batch, schedule, cluster, frozen=plan.frozen)
+        )
+    refuse(check_world_size(plan.world_size, ranks))
+    return Prepared(run=run, spec=spec, plan=plan, cluster=cluster, probe=probe, warnings=warnings)
+
+
+def _fixed(run: Any) -> str:
+    """Return what the run file pins for the planner: the precision that this machine trains in."""
+    return "" if torch.cuda.is_available() else "precision=fp32"
+
+
+def _cluster(run: Any, ranks: int, show: Show) -> tuple[ClusterSpec | None, dict[str, Any] | None]:
+    if run.cluster is not None:
+        return read_cluster(run.cluster, None), None
+    probe = machine_probe(ranks, show)
+    return cluster_from_probe(probe), probe
+
+
+def _differences(plan: Plan, spec: ModelSpec, run: Any) -> list[Problem]:
+    """Return what in a plan file contradicts the run file."""
+    pairs = [
+        ("model", plan.model_config, dict(spec.config)),
+        ("data.seq_len", plan.batch.seq_len, run.data.seq_len),
+        ("batch.sequences", plan.batch.global_batch, run.batch.sequences),
+        ("freeze", tuple(plan.frozen), tuple(run.freeze)),
+    ]
+    return [
+        problem(
+            "E552",
+            where=name,
+            found="the plan was made for another model"
+            if name == "model"
+            else f"the plan has {planned!r}, the run file {written!r}",
+        )
+        for name, planned, written in pairs
+        if planned != written
+    ]
+
+
+def _folder_problems(folder: Path, plan: Plan, resume: bool) -> list[Problem]:
+    record = folder / "run.json"
+    if not record.exists():
+        if resume:
+            return [problem("E542", where=str(folder), found="there is no run.json")]
+        return []
+    if not resume:
+        try:
+            held = json.loads(record.read_text(encoding="utf-8")).get("plan_hash", "?")
+        except (OSError, ValueError):
+            held = "unreadable"
+        same = "this very plan" if held == plan.hash else f"another plan ({held}, not {plan.hash})"
+        return [problem("E541", where=str(folder), found=f"it holds a run of {same}")]
+    return []
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a run depends on."""
+    import safetensors
+    import transformers
+
+    return {
+        "meshwright": meshwright.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "safetensors": safetensors.__version__,
+        "platform": platform.platform(),
+    }
+
+
+def train_command(
+    run: Any,
+    *,
+    plan_path: str | None = None,
+    layout: str | None = None,
+    nproc: int | None = None,
+    stop_at_step: int | None = None,
+    resume: bool = False,
+    dry_run: bool = False,
+    json_output: bool = False,
+    show: Show | None = None,
+) -> dict[str, Any]:
+    """Train as ``run`` says and return the last line of ``--json``.
+
+    Nothing is written before everything is checked. Rank 0 (or the one local parent) writes the run folder.
+
+    Raises:
+        MeshwrightError: every Problem of the input, or the first error of a rank.
+    """
+    show = show or (lambda line: print(line, flush=True))
+    ready = prepare(run, plan_path=plan_path, layout=layout, nproc=nproc, show=show)
+    plan, spec = ready.plan, ready.spec
+    folder = Path(run.run.dir)
+    facts = torchrun_facts()
+    writes = facts is None or facts.rank == 0
+    if writes:
+        refuse(_folder_problems(folder, plan, resume))
+    resume_from: Path | None = None
+    if resume:
+        resume_from, skipped = latest_checkpoint(folder / "checkpoints")
+        for reason in skipped:
+            show(f"checkpoint passed over: {reason}")
+        if resume_from is None:
+            raise MeshwrightError(problem("E542", where=str(folder), found="it has no complete checkpoint"))
+    for note in ready.warnings:
+        show(note.text())
+    for line in _announce(plan, spec):
+        show(line)
+    cache = cache_folder()
+    data = prepare_tokens(
+        run.data.path,
+        tokenizer=run.data.tokenizer,
+        vocab_size=spec.vocab_size,
+        seq_len=run.data.seq_len,
+        eval_fraction=run.data.eval_fraction,
+        cache_dir=cache,
+        text_field=run.data.text_field,
+        show=show,
+    )
+    refuse(check_samples(data, run.batch.sequences))
+    weights = load_pretrained(run.model.weights, spec, cache, show) if run.model.weights else None
+    if dry_run:
+        return {"run_dir": str(folder), "dry_run": True, "plan": plan_to_dict(plan)}
+    record = {
+        "meshwright": meshwright.__version__,
+        "plan": plan_to_dict(plan),
+        "plan_hash": plan.hash,
+        "resolved": run.as_dict(),
+        "origins": dict(run.origins),
+        "versions": versions(),
+        "precision_table": precision_table(plan.layout).rows(),
+        "data": {"hash": data.hash, "report": data.report, "tokenizer": str(data.tokenizer_file)},
+        "prediction": plan.prediction.as_dict() if plan.prediction else None,
+        "measurement": None,
+        "errors_pct": None,
+    }
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "run.json", record)
+        save_plan(plan, str(folder / "plan.json"))
+        if ready.probe is not None:
+            write_json(folder / "probe.json", ready.probe)
+    task = TrainTask(
+        run=run,
+        plan=plan,
+        spec=spec,
+        data=data,
+        run_dir=folder,
+        stop_at=min(stop_at_step or run.run.steps, run.run.steps),
+        resume_from=resume_from,
+        weights=weights,
+        manifest={
+            "plan": plan_to_dict(plan),
+            "versions": versions(),
+            "tokenizer": str(data.tokenizer_file),
+        },
+    )
+    summaries: list[RankSummary] = run_local(
+        train_rank, plan.world_size, task, on_line=show, log_dir=folder / "logs", preload=("transformers",)
+    )
+    measurement = measure(plan, spec, summaries)
+    prediction = plan.prediction
+    first = summaries[0]
+    record |= {
+        "measurement": measurement.as_dict() if measurement else None,
+        "errors_pct": errors_pct(prediction, measurement) if prediction and measurement else None,
+        "placement": first.placement,
+        "eval": {"first": first.first_eval_loss, "last": first.eval_loss},
+    }
+    if writes:
+        write_json(folder / "run.json", record)
+    return {
+        "run_dir": str(folder),
+        "steps": first.steps,
+        "final_loss": first.final_loss,
+        "eval_loss": first.eval_loss,
+        "first_eval_loss": first.first_eval_loss,
+        "plan_hash": plan.hash,
+        "layout": plan.layout.text(),
+        "prediction": record["prediction"],
+        "measurement": record["measurement"],
+        "errors_pct": record["errors_pct"],
+    }
+
+
+def _announce(plan: Plan, spec: ModelSpec) -> list[str]:
+    batch = plan.batch
+    return [
+        f"{spec.name}: {spec.num_parameters:,} parameters on {plan.world_size} ranks, {plan.layout.text()}, "
+        f"plan {plan.hash}",
+        f"batch {batch.global_batch} sequences = dp {batch.dp} x micro-batch {batch.micro_batch} x accumulation "
+        f"{batch.accumulation}; {batch.tokens:,} tokens per step",
+    ]
+
+
+def measure(plan: Plan, spec: ModelSpec, summaries: list[RankSummary]) -> Measurement | None:
+    """Return the run's Measurement, or None when no step was timed (a run of one or two steps)."""
+    times = summaries[0].step_times_s
+    if not times:
+        return None
+    step_time = median(times)
+    phases = summaries[0].phases_s
+    known = {
+        "compute": phases.get("forward_backward", 0.0),
+        "data": phases.get("reduce", 0.0) + phases.get("count", 0.0),
+        "optimizer": phases.get("optimizer", 0.0),
+    }
+    tokens = plan.batch.tokens
+    flops = flops_per_token(spec, plan.batch.seq_len).causal * tokens
+    ranks = tuple(RankRecord(rank=s.rank, stage=s.stage, memory=s.memory) for s in summaries)
+    worst = max(ranks, key=lambda r: r.peak_memory_bytes)
+    spread = quantiles(times, n=10)[-1] - quantiles(times, n=10)[0] if len(times) > 1 else 0.0
+    return Measurement(
+        step_time_s=step_time,
+        tokens_per_s_per_gpu=tokens / step_time / plan.world_size,
+        model_tflops_per_gpu=flops / step_time / plan.world_size / 1e12,
+        mfu_pct=None,
+        flops_convention="causal",
+        bubble_share_of_total=0.0 if plan.layout.pp == 1 else None,
+        memory=worst.memory,
+        time=TimeSeconds(**known, other=max(0.0, step_time - sum(known.values()))),
+        ranks=ranks,
+        steps=len(times),
+        step_time_spread_s=spread,
+    )

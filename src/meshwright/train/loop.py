@@ -1,0 +1,391 @@
+"""Training on one rank: the loop around ``train_step``, with evaluation, checkpoints, memory and metrics."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.base.axes import WORLD
+from meshwright.base.errors import ExitCode, MeshwrightError, problem
+from meshwright.base.records import MemoryBytes
+from meshwright.checkpoint.load import load_checkpoint
+from meshwright.checkpoint.save import save_checkpoint
+from meshwright.mesh.device_mesh import build_mesh
+from meshwright.mesh.env import RankFacts
+from meshwright.model.spec import ModelSpec
+from meshwright.parallel.apply import ParallelModel, apply_plan
+from meshwright.parallel.placement import check_placement
+from meshwright.parallel.tied import local
+from meshwright.program.plan import Plan
+from meshwright.train.data import TokenData, eval_batches, rank_batch
+from meshwright.train.memory import resting_bytes, watch_step
+from meshwright.train.metrics import RunLog
+from meshwright.train.optim import Rate, build_optimizer
+from meshwright.train.scale import LossScale, loss_scale_for
+from meshwright.train.step import StepResult, sum_over_world, train_step
+
+MEMORY_STEP = 3
+"""The step of a run whose live bytes are traced: optimizer state exists and nothing is first any more."""
+
+MAX_SKIPS = 5
+"""A run stops after this many skipped steps in a row (fp16: after its scale has had room to fall)."""
+
+MAX_SKIPS_FP16 = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTask:
+    """What every rank of a training run is given.
+
+    Attributes:
+        run: the resolved run file.
+        data: the corpus as tokens.
+        weights: pretrained weights by logical name, or None for fresh ones drawn from the seed.
+        stop_at: last global step of this session (the rate's horizon stays ``run.run.steps``).
+        resume_from: checkpoint to start from, or None.
+        manifest: facts that a checkpoint's manifest keeps (plan, versions).
+    """
+
+    run: Any
+    plan: Plan
+    spec: ModelSpec
+    data: TokenData
+    run_dir: Path
+    stop_at: int
+    resume_from: Path | None = None
+    weights: Mapping[str, Tensor] | None = None
+    manifest: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSummary:
+    """What one rank measured over its run."""
+
+    rank: int
+    stage: int
+    memory: MemoryBytes
+    step_times_s: list[float]
+    phases_s: dict[str, float]
+    steps: int
+    final_loss: float
+    eval_loss: float | None
+    first_eval_loss: float | None
+    placement: dict[str, Any]
+
+
+def train_rank(facts: RankFacts, task: TrainTask) -> RankSummary:
+    """Train this rank's part of the plan from its first step to ``task.stop_at``.
+
+    Raises:
+        MeshwrightError: E540 placement, E544/E545 non-finite steps, E548 a parameter without gradient.
+    """
+    plan, run, spec = task.plan, task.run, task.spec
+    device_type = facts.device.partition(":")[0]
+    view = build_mesh(plan.layout, facts.rank, device_type, tied=spec.tied_embeddings)
+    facts.at(coordinates=" ".join(f"{a}={c}" for a, c in view.coords.items()), step=0, action="build")
+    model = apply_plan(
+        plan,
+        spec,
+        view,
+        seed=run.run.seed,
+        weights=task.weights,
+        on_action=lambda action: facts.at(action=action),
+    )
+    placement = check_placement(spec, view, model.params)
+    check_replicas(model)
+    optimizer = build_optimizer(model.trainable(), model.decays, run.optimizer)
+    rate = Rate(
+        name=run.schedule.name,
+        peak=run.optimizer.lr,
+        warmup_steps=run.schedule.warmup_steps,
+        total_steps=run.run.steps,
+        min_ratio=run.schedule.min_lr_ratio,
+    )
+    scale = loss_scale_for(plan.layout.precision)
+    log = RunLog(task.run_dir, writes=facts.rank == 0, total_steps=task.stop_at)
+    done = 0
+    if task.resume_from is not None:
+        done = _resume(task, model, optimizer, scale)
+    log.event("start", step=done, plan_hash=plan.hash, world_size=plan.world_size)
+    started = time.monotonic()
+    memory = MemoryBytes(**resting_bytes(model, optimizer))
+    times: list[float] = []
+    phases: dict[str, list[float]] = {}
+    final_loss, eval_loss, first_eval = math.nan, None, None
+    if run.run.eval_every and done == 0:
+        first_eval = eval_loss = evaluate(model, task)
+        log.event("eval", step=0, eval_loss=first_eval)
+    step = done
+    while step < task.stop_at:
+        step += 1
+        facts.at(step=step, action="data")
+        begin = time.perf_counter()
+        inputs, labels = _batch(task, model, step)
+        data_s = time.perf_counter() - begin
+        arguments: dict[str, Any] = {
+            "step": step,
+            "rate": rate,
+            "max_norm": run.clip.max_norm,
+            "scale": scale,
+        }
+        traced = step == done + MEMORY_STEP or (step == task.stop_at and step < done + MEMORY_STEP)
+        if traced:
+            with watch_step(model, optimizer, (inputs, labels)) as counter:
+                result = train_step(model, optimizer, inputs, labels, **arguments)
+            memory = counter.memory()
+        else:
+            result = train_step(model, optimizer, inputs, labels, **arguments)
+        elapsed = time.perf_counter() - begin
+        if step == done + 1:
+            _check_coverage(model)
+        _judge(result, scale, model, step)
+        if not traced and step > done + 1:  # the first step warms up, the traced one is slowed by tracing
+            times.append(elapsed)
+            for name, seconds in (result.phases_s | {"data": data_s}).items():
+                phases.setdefault(name, []).append(seconds)
+        final_loss = result.loss
+        record = _record(step, result, model, optimizer, elapsed, data_s, memory)
+        if result.skipped:
+            log.event("skip", step=step, why=result.skipped, code="W540")
+        last = step == task.stop_at
+        if (run.run.eval_every and step % run.run.eval_every == 0) or last:
+            facts.at(action="evaluate")
+            eval_loss = evaluate(model, task)
+            if eval_loss is not None:
+                record["eval_loss"] = eval_loss
+                log.event("eval", step=step, eval_loss=eval_loss)
+        log.step(record)
+        if not last and _out_of_time(run.run.max_minutes, started, model):
+            log.event("time limit", step=step, minutes=run.run.max_minutes)
+            last = True
+        if (run.run.checkpoint_every and step % run.run.checkpoint_every == 0) or last:
+            facts.at(action="checkpoint")
+            _save(task, model, optimizer, scale, step, facts.rank)
+            log.event("checkpoint", step=step)
+        if last:
+            break
+    log.event("end", step=step, loss=final_loss)
+    log.close()
+    return RankSummary(
+        rank=facts.rank,
+        stage=view.stage,
+        memory=memory,
+        step_times_s=times,
+        phases_s={name: median(values) for name, values in phases.items()},
+        steps=step,
+        final_loss=final_loss,
+        eval_loss=eval_loss,
+        first_eval_loss=first_eval,
+        placement=placement,
+    )
+
+
+def _batch(task: TrainTask, model: ParallelModel, step: int) -> tuple[Tensor, Tensor]:
+    batch, layout = task.plan.batch, task.plan.layout
+    rows = rank_batch(
+        task.data.train,
+        step=step - 1,
+        global_batch=batch.global_batch,
+        micro_batch=batch.micro_batch,
+        accumulation=batch.accumulation,
+        dp=layout.dp,
+        dp_rank=model.view.dp_rank,
+        seed=task.run.run.seed,
+    )
+    device = model.view.device
+    return torch.from_numpy(rows.input_ids).to(device), torch.from_numpy(rows.labels).to(device)
+
+
+def evaluate(model: ParallelModel, task: TrainTask) -> float | None:
+    """Return the mean loss per valid token of held-out text, each sample once; None without held-out text.
+
+    Communication: the forward's, and one all_reduce of two sums on ``world``.
+    """
+    batch, layout = task.plan.batch, task.plan.layout
+    if task.data.eval.num_samples == 0:
+        return None
+    total = torch.zeros(2, dtype=torch.float64, device=model.view.device)
+    rows = eval_batches(
+        task.data.eval,
+        micro_batch=batch.micro_batch,
+        accumulation=batch.accumulation,
+        dp=layout.dp,
+        dp_rank=model.view.dp_rank,
+        max_samples=task.run.run.eval_batches * batch.global_batch,
+    )
+    for part in rows:
+        inputs = torch.from_numpy(part.input_ids).to(model.view.device)
+        labels = torch.from_numpy(part.labels).to(model.view.device)
+        total[0] += model.evaluate(inputs, labels)
+        if model.view.stage == 0:
+            total[1] += part.valid_tokens
+    loss_sum, valid = sum_over_world(total, model).tolist()
+    return loss_sum / valid if valid else None
+
+
+def _record(
+    step: int,
+    result: StepResult,
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    elapsed: float,
+    data_s: float,
+    memory: MemoryBytes,
+) -> dict[str, Any]:
+    batch = model.plan.batch
+    rest = resting_bytes(model, optimizer)
+    peak = memory.total
+    if model.view.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(model.view.device)
+    return {
+        "step": step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "tokens": batch.tokens,
+        "valid_tokens": result.valid_tokens,
+        "step_time_s": elapsed,
+        "tokens_per_s": batch.tokens / elapsed,
+        "memory_bytes": rest | {"activations": memory.activations, "other": memory.working, "peak": peak},
+        "phases_s": {"data": data_s, **result.phases_s},
+        "loss_scale": result.loss_scale,
+        "skipped": result.skipped,
+    }
+
+
+def _judge(result: StepResult, scale: LossScale, model: ParallelModel, step: int) -> None:
+    """Stop a run whose steps are not finite; all ranks see the same result and stop alike."""
+    if not result.skipped:
+        return
+    limit = MAX_SKIPS_FP16 if scale.dynamic else MAX_SKIPS
+    if result.valid_tokens == 0 or scale.skipped_in_row < limit:
+        return
+    bad = [n for n, g in model.gradients().items() if not bool(torch.isfinite(local(g)).all())]
+    raise MeshwrightError(
+        problem(
+            "E544" if scale.dynamic else "E545",
+            where=f"step {step}",
+            found=f"{scale.skipped_in_row} steps in a row were not finite; loss scale {scale.value:g}; "
+            f"first tensor on this rank: {bad[0] if bad else 'none (another rank or the loss)'}",
+        ),
+        ExitCode.NO,
+    )
+
+
+def _check_coverage(model: ParallelModel) -> None:
+    """Refuse a run in which a trainable parameter got no gradient at all."""
+    got = model.gradients()
+    missing = [n for n in model.trainable() if n not in got]
+    if missing:
+        raise MeshwrightError(
+            problem(
+                "E548",
+                where="step 1",
+                found=f"{len(missing)} trainable tensors without gradient: " + ", ".join(missing[:5]),
+            )
+        )
+
+
+def check_replicas(model: ParallelModel) -> None:
+    """Refuse replicas that do not start equal.
+
+    Communication: one all_reduce of two sums per parameter unit on ``dp_replicate``.
+    """
+    group = model.view.groups.get("dp_replicate")
+    if group is None:
+        return
+    sums = torch.stack([local(p.detach()).double().sum() for p in model.params.values()])
+    high, low = sums.clone(), sums.clone()
+    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+    differ = [n for n, a, b in zip(model.params, high.tolist(), low.tolist(), strict=True) if a != b]
+    if differ:
+        raise MeshwrightError(
+            problem(
+                "E550",
+                where="start",
+                found=f"{len(differ)} tensors differ over dp_replicate: " + ", ".join(differ[:5]),
+            )
+        )
+
+
+def _out_of_time(max_minutes: float | None, started: float, model: ParallelModel) -> bool:
+    """Return whether the time limit is over, agreed by all ranks (rank 0's clock counts)."""
+    if max_minutes is None:
+        return False
+    over = time.monotonic() - started >= 60 * max_minutes
+    flag = torch.tensor(int(over and model.view.rank == 0), device=model.view.device)
+    group = model.view.groups.get(WORLD)
+    if group is not None:
+        dist.all_reduce(flag, group=group)
+    return bool(flag.item())
+
+
+def _tied_names(task: TrainTask, model: ParallelModel) -> dict[str, str]:
+    return {
+        t.name: t.tied_to for t in task.spec.tensors() if t.tied_to is not None and t.name in model.params
+    }
+
+
+def _save(
+    task: TrainTask,
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    scale: LossScale,
+    step: int,
+    rank: int,
+) -> None:
+    save_checkpoint(
+        folder=task.run_dir / "checkpoints",
+        step=step,
+        params=model.params,
+        optimizer=optimizer,
+        tied=_tied_names(task, model),
+        extra={
+            "step": step,
+            "seed": task.run.run.seed,
+            "loss_scale": {
+                "value": scale.value,
+                "good_steps": scale.good_steps,
+                "skipped_in_row": scale.skipped_in_row,
+            },
+            "data_position": step * task.plan.batch.global_batch,
+            "data_hash": task.data.hash,
+            "plan_hash": task.plan.hash,
+        },
+        manifest=task.manifest,
+        world_size=task.plan.world_size,
+        rank=rank,
+    )
+
+
+def _resume(task: TrainTask, model: ParallelModel, optimizer: torch.optim.Optimizer, scale: LossScale) -> int:
+    """Load the checkpoint into this rank's part; Returns the step it was saved after."""
+    assert task.resume_from is not None
+    extra = load_checkpoint(
+        path=task.resume_from, params=model.params, optimizer=optimizer, tied=_tied_names(task, model)
+    )
+    if extra["data_hash"] != task.data.hash:
+        raise MeshwrightError(
+            problem(
+                "E551",
+                where="data.path",
+                found=f"the checkpoint was trained on data {extra['data_hash']}, this run reads {task.data.hash}",
+            )
+        )
+    saved = extra["loss_scale"]
+    scale.value, scale.good_steps, scale.skipped_in_row = (
+        saved["value"],
+        saved["good_steps"],
+        saved["skipped_in_row"],
+    )
+    return int(extra["step"])
