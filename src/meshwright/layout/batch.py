@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.base.errors import Problem, problem, refuse
+from meshwright.layout.layout import Layout
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -22,3 +25,64 @@ class Batch:
     def tokens(self) -> int:
         """Tokens per optimizer step over the whole job."""
         return self.global_batch * self.seq_len
+
+
+def derive_batch(layout: Layout, global_batch: int, seq_len: int) -> Batch:
+    """Return the batch arithmetic of ``global_batch`` sequences of ``seq_len`` tokens per optimizer step.
+
+    Raises:
+        MeshwrightError: E220 when dp * micro_batch does not divide the batch (with the nearest batches), E221
+            when the batch is smaller than that product, E222 for a number below 1.
+    """
+    refuse(check_batch(layout, global_batch, seq_len))
+    return Batch(
+        global_batch=global_batch,
+        micro_batch=layout.micro_batch,
+        accumulation=global_batch // (layout.dp * layout.micro_batch),
+        dp=layout.dp,
+        seq_len=seq_len,
+    )
+
+
+def nearest_batches(layout: Layout, global_batch: int) -> tuple[int, ...]:
+    """Return the one or two global batches nearest to ``global_batch`` that the layout divides, smaller first."""
+    unit = layout.dp * layout.micro_batch
+    below = global_batch // unit * unit
+    if below == global_batch and below:
+        return (below,)
+    return tuple(n for n in (below, below + unit) if n > 0)
+
+
+def check_batch(layout: Layout, global_batch: int, seq_len: int) -> list[Problem]:
+    """Return what is wrong with the batch (E220, E221, E222); see ``derive_batch``."""
+    problems = [
+        problem("E222", where=where, found=f"{where} = {value}", do=f"{where} = 1 or more")
+        for where, value in (("global batch", global_batch), ("seq_len", seq_len))
+        if value < 1
+    ]
+    if global_batch < 1:
+        return problems
+    dp, micro = layout.dp, layout.micro_batch
+    unit = dp * micro
+    if global_batch % unit == 0:
+        return problems
+    near = nearest_batches(layout, global_batch)
+    choices = [f"global batch = {' | '.join(str(n) for n in near)}"]
+    if global_batch % dp == 0:
+        local = global_batch // dp
+        fits = [m for m in range(1, min(local, 4 * micro) + 1) if local % m == 0]
+        best = sorted(sorted(fits, key=lambda m: (abs(m - micro), m))[:2])
+        choices.append(f"micro_batch = {' | '.join(str(m) for m in best)}")
+    degrees = [d for d in range(1, min(4 * dp, global_batch // micro) + 1) if global_batch % (d * micro) == 0]
+    if degrees:
+        best = sorted(sorted(degrees, key=lambda d: (abs(d - dp), d))[:2])
+        choices.append(f"dp = {' | '.join(str(d) for d in best)}")
+    found = f"global batch {global_batch} with dp = {dp} and micro_batch = {micro}: "
+    if global_batch < unit:
+        found += f"one micro-batch on each replica already takes {unit} sequences"
+        code, needs = "E221", f"global batch >= dp * micro_batch = {unit}"
+    else:
+        found += f"{global_batch} / ({dp} * {micro}) = {global_batch / unit:.3f} micro-batches per replica"
+        code, needs = "E220", f"global batch % {unit} == 0"
+    problems.append(problem(code, where="batch", found=found, needs=needs, do="; or ".join(choices)))
+    return problems

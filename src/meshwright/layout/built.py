@@ -1,0 +1,37 @@
+"""What can be run today, as data: a later axis or option switches a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+AXES: Final = frozenset({"dp", "pp"})
+"""Axes whose degree may be above 1."""
+
+OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "schedule": ("gpipe", "1f1b"),
+        "loss": ("eager",),
+        "recompute": ("none",),
+        "offload": ("none",),
+        "compile": ("off",),
+        "precision": ("fp32", "bf16", "fp16", "fp64"),
+    }
+)
+"""Values that run, by key of the layout text; a schedule file (``@FILE``) runs too."""
+
+MAX_CHUNKS: Final = 1
+"""Stages per pipeline rank."""
+
+PIPELINE_FAMILIES: Final = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gpt2",
+    "mixtral",
+    "qwen3_moe",
+    "phi3",
+)
+"""Model families that can be cut in stages."""

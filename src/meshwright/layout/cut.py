@@ -1,0 +1,174 @@
+"""The cut: how many layers each pipeline stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.base.errors import Problem, problem, refuse
+from meshwright.layout.layout import Layout
+from meshwright.model.counts import block_forward_flops, head_forward_flops
+from meshwright.model.spec import ModelSpec
+
+
+def resolve_cut(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[int, ...]:
+    """Return the layers per stage: as written, even, or (auto) with the smallest largest stage time.
+
+    Auto counts each block's FLOPs, the embedding (a lookup: small) on the first stage and the head with the loss on
+    the last; among equals it takes the most even cut.
+
+    Raises:
+        MeshwrightError: E211 more stages than layers, E212 a written cut that does not fit.
+    """
+    refuse(check_cut(spec.num_layers, layout))
+    if layout.cut_layers:
+        return layout.cut_layers
+    if layout.cut == "even":
+        return even_cut(spec.num_layers, layout.num_stages)
+    blocks, first, last = stage_costs(spec, seq_len)
+    return balanced_cut(blocks, layout.num_stages, first, last)
+
+
+def check_cut(num_layers: int, layout: Layout) -> list[Problem]:
+    """Return what is wrong with the number of stages (E211) or the written cut (E212)."""
+    stages = layout.num_stages
+    if stages > num_layers:
+        by = f"pp * chunks = {layout.pp} * {layout.chunks}" if layout.chunks > 1 else f"pp = {layout.pp}"
+        best = num_layers // layout.chunks
+        return [
+            problem(
+                "E211",
+                where="layout.pp",
+                found=f"{by} makes {stages} stages, but the model has {num_layers} layers",
+                do=f"pp = {best}" if best else "chunks = 1",
+            )
+        ]
+    written = layout.cut_layers
+    if not written:
+        return []
+    wrong: list[str] = []
+    if len(written) != stages:
+        wrong.append(f"{len(written)} numbers for {stages} stages")
+    if 0 in written:
+        wrong.append(f"stage {written.index(0)} has no layer")
+    if sum(written) != num_layers:
+        wrong.append(f"the numbers sum to {sum(written)}, the model has {num_layers} layers")
+    if not wrong:
+        return []
+    even = "/".join(str(n) for n in even_cut(num_layers, stages))
+    return [
+        problem(
+            "E212",
+            where="layout.cut",
+            found=f"cut={layout.cut}: {'; '.join(wrong)}",
+            do=f"cut=auto, or for instance cut={even}",
+        )
+    ]
+
+
+def even_cut(num_layers: int, stages: int) -> tuple[int, ...]:
+    """Return equal numbers of layers; the remainder goes to the stages before the last, one each."""
+    base, extra = divmod(num_layers, stages)
+    out = [base] * stages
+    # The last stage also holds the head and the first the embedding: they get a further layer last.
+    inner = [*range(1, stages - 1), *([0] if stages > 1 else []), stages - 1]
+    for stage in inner[:extra]:
+        out[stage] += 1
+    return tuple(out)
+
+
+def stage_costs(spec: ModelSpec, seq_len: int) -> tuple[tuple[float, ...], float, float]:
+    """Return forward FLOPs per token of each block, of the embedding, and of the head with the loss."""
+    known: dict[tuple[str, int, int | None], float] = {}
+    blocks: list[float] = []
+    for block in spec.blocks:
+        key = (block.kind, block.ffn_size, block.sliding_window)
+        if key not in known:
+            known[key] = float(block_forward_flops(spec, block, seq_len))
+        blocks.append(known[key])
+    embedding = 2.0 * spec.hidden_size  # a lookup and a sum, no matrix product
+    loss = 5.0 * spec.vocab_size  # maximum, subtract, exponential, sum, pick
+    return tuple(blocks), embedding, float(head_forward_flops(spec)) + loss
+
+
+def balanced_cut(
+    costs: tuple[float, ...], stages: int, first: float = 0.0, last: float = 0.0
+) -> tuple[int, ...]:
+    """Return the contiguous cut with the smallest largest stage cost; ties go to the most even one.
+
+    Fuller stages come first. ``first`` and ``last`` are added to the first and last stage. No stage is empty.
+    """
+    prefix = [0.0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+    limit = _bottleneck(prefix, stages, first, last) * (1 + 1e-9)
+    return _most_even(prefix, stages, first, last, limit)
+
+
+def stage_cost(prefix: Sequence[float], a: int, b: int, extra: float) -> float:
+    """Return the cost of layers a..b-1 with ``extra``; ``prefix`` are running sums."""
+    return prefix[b] - prefix[a] + extra
+
+
+def _bottleneck(prefix: Sequence[float], stages: int, first: float, last: float) -> float:
+    """Return the least largest stage cost, by dynamic programming over (stage, layers before it)."""
+    n = len(prefix) - 1
+    if stages == 1:
+        return prefix[n] + first + last
+    best = [prefix[b] + first for b in range(n + 1)]
+    best[0] = float("inf")
+    for stage in range(1, stages):
+        extra = last if stage == stages - 1 else 0.0
+        ends = (n,) if stage == stages - 1 else range(stage + 1, n - (stages - 1 - stage) + 1)
+        row = [float("inf")] * (n + 1)
+        for b in ends:
+            row[b] = _least_maximum(best, prefix, stage, b, extra)
+        best = row
+    return best[n]
+
+
+def _least_maximum(best: Sequence[float], prefix: Sequence[float], low: int, b: int, extra: float) -> float:
+    """Return min over a of max(best[a], cost of a..b): best rises with a and the cost falls, so halve."""
+    high = b - 1
+    start = low
+    while low < high:
+        mid = (low + high) // 2
+        if best[mid] >= stage_cost(prefix, mid, b, extra):
+            high = mid
+        else:
+            low = mid + 1
+    out = max(best[low], stage_cost(prefix, low, b, extra))
+    if low > start:
+        out = min(out, max(best[low - 1], stage_cost(prefix, low - 1, b, extra)))
+    return out
+
+
+def _most_even(
+    prefix: Sequence[float], stages: int, first: float, last: float, limit: float
+) -> tuple[int, ...]:
+    """Return the cut within ``limit`` whose layer counts have the smallest sum of squares."""
+    n = len(prefix) - 1
+    if stages == 1:
+        return (n,)
+    far = n * n * stages + 1
+    score = [far] * (n + 1)
+    score[0] = 0
+    steps: list[list[int]] = []
+    for stage in range(stages):
+        extra = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+        row, back = [far] * (n + 1), [0] * (n + 1)
+        ends = (n,) if stage == stages - 1 else range(stage + 1, n - (stages - 1 - stage) + 1)
+        for b in ends:
+            for a in range(b - 1, stage - 1, -1):
+                if stage_cost(prefix, a, b, extra) > limit:
+                    break
+                value = score[a] + (b - a) ** 2
+                if value < row[b]:
+                    row[b], back[b] = value, a
+        score = row
+        steps.append(back)
+    out: list[int] = []
+    end = n
+    for back in reversed(steps):
+        out.append(end - back[end])
+        end = back[end]
+    return tuple(reversed(out))

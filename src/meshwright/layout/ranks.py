@@ -1,0 +1,110 @@
+"""Rank <-> coordinates, and the group of a rank on every axis; pure arithmetic for any world size.
+
+The mesh is a grid in row-major order: the last axis is innermost, so neighbours on it have neighbouring rank
+numbers. ``dp`` splits into ``dp_replicate`` (outer) and ``dp_shard`` (inner).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+
+from meshwright.base.axes import TIED, WORLD
+from meshwright.layout.layout import Layout
+
+SHARD = "shard"
+"""Group name of the ranks that one copy of the ZeRO state is spread over: dp_shard x cp."""
+
+
+def mesh_shape(layout: Layout) -> dict[str, int]:
+    """Return the degree of every mesh axis, outermost axis first (the order of ``layout.order``, reversed)."""
+    degrees = {
+        "pp": layout.pp,
+        "dp_replicate": layout.dp_replicate,
+        "dp_shard": layout.dp_shard,
+        "cp": layout.cp,
+        "tp": layout.tp,
+    }
+    out: dict[str, int] = {}
+    for axis in reversed(layout.order):
+        for name in ("dp_replicate", "dp_shard") if axis == "dp" else (axis,):
+            out[name] = degrees[name]
+    return out
+
+
+def strides(layout: Layout) -> dict[str, int]:
+    """Return the distance in rank numbers between neighbours on every mesh axis."""
+    out: dict[str, int] = {}
+    stride = 1
+    for axis, degree in reversed(mesh_shape(layout).items()):
+        out[axis] = stride
+        stride *= degree
+    return out
+
+
+def coordinates(layout: Layout, rank: int) -> dict[str, int]:
+    """Return the coordinate of ``rank`` on every mesh axis."""
+    shape, step = mesh_shape(layout), strides(layout)
+    return {axis: rank // step[axis] % shape[axis] for axis in shape}
+
+
+def rank_of(layout: Layout, coords: Mapping[str, int]) -> int:
+    """Return the rank at ``coords``; axes that are left out count as 0."""
+    step = strides(layout)
+    return sum(step[axis] * coordinate for axis, coordinate in coords.items())
+
+
+def group(layout: Layout, rank: int, axis: str) -> tuple[int, ...]:
+    """Return the ranks of ``rank``'s group on ``axis``, in the order of their coordinate.
+
+    ``axis``: a mesh axis; "dp" (dp_replicate x dp_shard); "shard" (dp_shard x cp, over which ZeRO shards); "ep"
+    (borrowed from dp x cp, its innermost part); "world"; "tied" (first and last stage, empty for other stages).
+    """
+    if axis == WORLD:
+        return tuple(range(layout.world_size))
+    if axis == TIED:
+        return _tied(layout, rank)
+    if axis == "ep":
+        members = _plane(layout, rank, ("dp_replicate", "dp_shard", "cp"))
+        at = members.index(rank) // layout.ep * layout.ep
+        return members[at : at + layout.ep]
+    axes = {"dp": ("dp_replicate", "dp_shard"), SHARD: ("dp_shard", "cp")}.get(axis, (axis,))
+    return _plane(layout, rank, axes)
+
+
+def groups(layout: Layout, axis: str) -> tuple[tuple[int, ...], ...]:
+    """Return every group of ``axis``, each once, ordered by first rank; the groups cut the world apart."""
+    seen: dict[tuple[int, ...], None] = {}
+    for rank in range(layout.world_size):
+        members = group(layout, rank, axis)
+        if members and members[0] == rank:
+            seen[members] = None
+    return tuple(seen)
+
+
+def _plane(layout: Layout, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+    """Return the ranks that differ from ``rank`` in ``axes`` only, in mesh order."""
+    shape, step = mesh_shape(layout), strides(layout)
+    ordered = [a for a in shape if a in axes]
+    base = rank - sum(rank // step[a] % shape[a] * step[a] for a in ordered)
+    return tuple(
+        base + sum(step[a] * c for a, c in zip(ordered, cs, strict=True))
+        for cs in product(*(range(shape[a]) for a in ordered))
+    )
+
+
+def _tied(layout: Layout, rank: int) -> tuple[int, ...]:
+    column = group(layout, rank, "pp")
+    if rank not in (column[0], column[-1]):
+        return ()
+    return (column[0], column[-1]) if len(column) > 1 else (rank,)
+
+
+def nodes_of(ranks: Iterable[int], gpus_per_node: int) -> tuple[int, ...]:
+    """Return the nodes that ``ranks`` live on, ascending (ranks are numbered node by node)."""
+    return tuple(sorted({rank // gpus_per_node for rank in ranks}))
+
+
+def nodes_spanned(layout: Layout, axis: str, gpus_per_node: int) -> int:
+    """Return the largest number of nodes that any group of ``axis`` spans."""
+    return max((len(nodes_of(members, gpus_per_node)) for members in groups(layout, axis)), default=1)

@@ -1,0 +1,152 @@
+"""The clock: a schedule's rows played on time, with uneven stages and the time of a send.
+
+Each rank does its actions in order; an action starts when the rank is free and what it needs has arrived. A send
+takes ``send_s`` and runs beside compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.base.errors import MeshwrightError, refuse
+from meshwright.schedule.actions import Action, ActionKind, Schedule
+from meshwright.schedule.invariants import check_schedule
+from meshwright.schedule.order import play, waits_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One action on the clock, in seconds from the start of the step."""
+
+    rank: int
+    start_s: float
+    end_s: float
+    action: Action
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """A step on the clock.
+
+    Attributes:
+        makespan_s: from the start to the end of the last action.
+        busy_s: seconds that each rank computes.
+        spans: every action, by rank, then by start.
+        in_flight: for each rank (time, held micro-batches) after each change. A micro-batch is held from the start
+            of its forward to the end of its (weight) backward, once per stage.
+        peak_in_flight: the highest number held, per rank.
+    """
+
+    makespan_s: float
+    busy_s: tuple[float, ...]
+    spans: tuple[Span, ...]
+    in_flight: tuple[tuple[tuple[float, int], ...], ...]
+    peak_in_flight: tuple[int, ...]
+
+    @property
+    def bubble_share_of_total(self) -> float:
+        """Idle time over total time, both summed over ranks: (p-1)/(m+p-1) for equal stages."""
+        total = self.makespan_s * len(self.busy_s)
+        return 1.0 - sum(self.busy_s) / total if total else 0.0
+
+    @property
+    def bubble_share_of_ideal(self) -> float:
+        """What the makespan has more than the busiest rank's compute, as a share of that: (p-1)/m."""
+        ideal = max(self.busy_s)
+        return self.makespan_s / ideal - 1.0 if ideal else 0.0
+
+    @property
+    def bubble_shares(self) -> tuple[float, ...]:
+        """Each rank's idle time as a share of the makespan."""
+        return tuple(1.0 - busy / self.makespan_s if self.makespan_s else 0.0 for busy in self.busy_s)
+
+
+def run_clock(
+    schedule: Schedule,
+    forward_s: float | Sequence[float],
+    backward_s: float | Sequence[float],
+    send_s: float = 0.0,
+) -> Clock:
+    """Return the step of ``schedule`` on the clock.
+
+    Args:
+        schedule: compute rows.
+        forward_s: seconds of one micro-batch's forward, one number or one per stage.
+        backward_s: seconds of its full backward; an input or weight half takes half of it.
+        send_s: seconds from the end of an action to its result's arrival on another rank.
+
+    Raises:
+        MeshwrightError: E303, E304 or E305 for a schedule that cannot run.
+    """
+    num_stages = schedule.num_stages
+    forward = _per_stage(forward_s, num_stages)
+    backward = _per_stage(backward_s, num_stages)
+    played = play(schedule.rows, num_stages)
+    if played.stuck:
+        refuse(check_schedule(schedule))
+        raise MeshwrightError(check_schedule(schedule))
+    ends: dict[Action, float] = {}
+    free = [0.0] * schedule.num_ranks
+    busy = [0.0] * schedule.num_ranks
+    spans: list[list[Span]] = [[] for _ in schedule.rows]
+    for rank, action in played.order:
+        start = free[rank]
+        for alternatives in waits_for(action, num_stages):
+            needed = next(a for a in alternatives if a in ends)
+            away = schedule.stage_ranks[needed.stage] != rank
+            start = max(start, ends[needed] + (send_s if away else 0.0))
+        seconds = _seconds(action, forward, backward)
+        ends[action] = free[rank] = start + seconds
+        busy[rank] += seconds
+        spans[rank].append(Span(rank=rank, start_s=start, end_s=start + seconds, action=action))
+    held = [_held(row) for row in spans]
+    return Clock(
+        makespan_s=max(free),
+        busy_s=tuple(busy),
+        spans=tuple(span for row in spans for span in row),
+        in_flight=tuple(held),
+        peak_in_flight=tuple(max((n for _, n in row), default=0) for row in held),
+    )
+
+
+def closed_form_1f1b(forward_s: Sequence[float], backward_s: Sequence[float], m: int, send_s: float) -> float:
+    """Return about the makespan of 1F1B with m micro-batches, without playing it.
+
+    sum T + 2C(p-1) + (m-1) * max(max T, max over i of [sum of T from i on + 2C(p-1-i)] / (p-i)), with T = forward +
+    backward of a stage and C = one send: at most p - i micro-batches are in flight at stage i, so a hop is paid by
+    every micro-batch.
+    """
+    times = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
+    p = len(times)
+    cycles = [(sum(times[i:]) + 2 * send_s * (p - 1 - i)) / (p - i) for i in range(p)]
+    return sum(times) + 2 * send_s * (p - 1) + (m - 1) * max(*times, *cycles)
+
+
+def _per_stage(seconds: float | Sequence[float], num_stages: int) -> tuple[float, ...]:
+    if isinstance(seconds, (int, float)):
+        return (float(seconds),) * num_stages
+    if len(seconds) != num_stages:
+        raise ValueError(f"{len(seconds)} times for {num_stages} stages")
+    return tuple(seconds)
+
+
+def _seconds(action: Action, forward: Sequence[float], backward: Sequence[float]) -> float:
+    if action.kind is ActionKind.FORWARD:
+        return forward[action.stage]
+    whole = backward[action.stage]
+    return whole if action.kind is ActionKind.BACKWARD else whole / 2
+
+
+def _held(spans: Sequence[Span]) -> tuple[tuple[float, int], ...]:
+    """Return (time, held) steps of one rank; its spans do not overlap, so they are already in time order."""
+    out: list[tuple[float, int]] = []
+    held = 0
+    for span in spans:
+        if span.action.kind is ActionKind.FORWARD:
+            held += 1
+            out.append((span.start_s, held))
+        elif span.action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD):
+            held -= 1
+            out.append((span.end_s, held))
+    return tuple(out)
