@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
 from meshwright.base.units import format_bytes, format_seconds
@@ -290,19 +291,31 @@ def _complete(folder: Path) -> bool:
 
 
 def _dequantise(source: Path, folder: Path) -> None:
-    """Write a GGUF file as model.safetensors (float32), config.json and tokenizer files."""
+    """Write a GGUF file as model.safetensors (float32), config.json and tokenizer files.
+
+    The reader below ``from_pretrained`` is called directly: it needs no package beyond gguf, and the model's
+    skeleton, which gives the names, stays without storage.
+    """
     transformers = importlib.import_module("transformers")
+    reader = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     place, name = str(source.parent), source.name
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            place, gguf_file=name, dtype=torch.float32, local_files_only=True
-        )
+        config = transformers.AutoConfig.from_pretrained(place, gguf_file=name, local_files_only=True)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        tensors = reader.load_gguf_checkpoint(
+            str(source), return_tensors=True, model_to_load=model, torch_dtype=torch.float32
+        )["tensors"]
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, gguf_file=name, local_files_only=True)
     except Exception as error:  # whatever the readers of a foreign file raise
         raise MeshwrightError(
             problem("E625", where=str(source), found=f"{type(error).__name__}: {error}")
         ) from error
-    model.save_pretrained(folder, max_shard_size="1TB")
+    config.architectures = [type(model).__name__]
+    config.dtype = torch.float32
+    kept = {n: t.contiguous() for n, t in tensors.items() if n in dict(model.named_parameters())}
+    save_file(kept, folder / _SINGLE, metadata={"format": "pt"})
+    config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     (folder / _COMPLETE).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
