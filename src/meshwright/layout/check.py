@@ -1,0 +1,443 @@
+"""The rules: what of a layout cannot be, what it pays, and what is not built yet.
+
+Pure and cheap: the planner asks it for every candidate. Math rules refuse, cost rules warn with the numbers, code
+rules (``check_built``) refuse what cannot run so far and say what can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.base.errors import Problem, problem
+from meshwright.base.units import format_bytes
+from meshwright.cluster.spec import ClusterSpec
+from meshwright.layout import built
+from meshwright.layout.batch import Batch
+from meshwright.layout.cut import check_cut
+from meshwright.layout.layout import Layout
+from meshwright.layout.precision import precision_table
+from meshwright.layout.ranks import group, nodes_of
+from meshwright.model.spec import ModelSpec
+
+SPLIT_BACKWARD = ("zb-h1", "zbv", "dualpipev")
+"""Schedules that run a backward in two halves."""
+
+
+def check(
+    spec: ModelSpec,
+    layout: Layout,
+    batch: Batch | None,
+    cluster: ClusterSpec | None = None,
+    *,
+    for_run: bool = True,
+    num_ranks: int | None = None,
+) -> list[Problem]:
+    """Return everything that is wrong with running ``spec`` under ``layout``; empty when nothing is.
+
+    Args:
+        spec: the model.
+        layout: a parsed layout; its cut may still be "auto".
+        batch: derived batch arithmetic, or None to leave the rules about batch and sequence out.
+        cluster: where it is to run, or None to leave the rules about devices and nodes out.
+        for_run: also say what is not built yet; the planner may price layouts that cannot run so far.
+        num_ranks: ranks that there are; by default the cluster's devices.
+    """
+    problems = check_world(
+        layout, num_ranks if num_ranks is not None or cluster is None else cluster.num_gpus
+    )
+    problems += _tensor(spec, layout)
+    problems += _experts(spec, layout)
+    problems += check_cut(spec.num_layers, layout)
+    problems += _zero(layout)
+    problems += _pipeline(layout)
+    if batch is not None:
+        problems += _sequence(spec, layout, batch.seq_len)
+        problems += _micro_batches(spec, layout, batch)
+    if layout.cp > 1:
+        problems += _context_heads(spec, layout)
+    if cluster is not None and layout.tp > 1:
+        problems += _nodes(layout, cluster.gpus_per_node)
+    if for_run:
+        problems += check_built(layout, spec)
+    return problems
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of ``number``, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def nearest_choices(legal: Sequence[int], wanted: int, count: int = 3) -> str:
+    """Return up to ``count`` of the ``legal`` numbers nearest to ``wanted``, nearest first, as text."""
+    return " | ".join(str(n) for n in sorted(legal, key=lambda n: (abs(n - wanted), n))[:count])
+
+
+def check_world(layout: Layout, num_ranks: int | None) -> list[Problem]:
+    """Return E215 when the layout's world size is not ``num_ranks``."""
+    if num_ranks is None or layout.world_size == num_ranks:
+        return []
+    inner = layout.tp * layout.pp * layout.cp
+    choices: list[str] = []
+    if num_ranks % inner == 0:
+        choices.append(f"dp = {num_ranks // inner}")
+    for name in ("tp", "pp", "cp"):
+        rest = layout.world_size // getattr(layout, name)
+        if num_ranks % rest == 0 and getattr(layout, name) > 1:
+            choices.append(f"{name} = {num_ranks // rest}")
+    choices.append(f"{layout.world_size} ranks")
+    return [
+        problem(
+            "E215",
+            where="layout",
+            found=f"dp * tp * pp * cp = {layout.dp} * {layout.tp} * {layout.pp} * {layout.cp} = "
+            f"{layout.world_size} ranks, but there are {num_ranks}",
+            do=" | ".join(choices),
+        )
+    ]
+
+
+def _tensor(spec: ModelSpec, layout: Layout) -> list[Problem]:
+    tp = layout.tp
+    if tp == 1:
+        if layout.sp:
+            return [problem("E204", where="layout.sp", found="sp=on with tp = 1")]
+        return []
+    problems: list[Problem] = []
+    heads, kv = spec.num_heads, spec.num_kv_heads
+    if heads % tp:
+        problems.append(
+            problem(
+                "E201",
+                where="layout.tp",
+                found=f'tp = {tp} does not divide the {heads} query heads of "{spec.name}"',
+                do=f"tp = {nearest_choices(divisors(heads), tp)}",
+            )
+        )
+    if spec.attention.kind == "gqa":
+        problems += _kv_heads(kv, layout)
+    widths = {b.ffn_size for b in spec.blocks if b.kind == "dense"}
+    if spec.moe is not None:
+        widths |= {spec.moe.ffn_size, spec.moe.shared_ffn_size}
+    for width in sorted(w for w in widths if w and w % tp):
+        problems.append(
+            problem(
+                "E203",
+                where="layout.tp",
+                found=f"tp = {tp} does not divide the feed-forward width {width}",
+                needs=f"{width} % tp == 0",
+                do=f"tp = {nearest_choices(divisors(width), tp)}",
+            )
+        )
+    if spec.vocab_size % tp:
+        rows = -(-spec.vocab_size // tp)
+        problems.append(
+            problem(
+                "W202",
+                where="layout.tp",
+                found=f"{spec.vocab_size} rows over tp = {tp}: {rows} on each rank, "
+                f"{rows * tp - spec.vocab_size} of them padding",
+            )
+        )
+    return problems
+
+
+def _kv_heads(kv: int, layout: Layout) -> list[Problem]:
+    tp = layout.tp
+    legal = sorted({*divisors(kv), *(kv * n for n in range(2, max(3, tp // kv + 2)))})
+    if kv % tp == 0:
+        return []
+    if tp % kv == 0:
+        if layout.kv_heads == "replicate":
+            return [
+                problem(
+                    "W201",
+                    where="layout.kv_heads",
+                    found=f"{kv} key/value heads over tp = {tp}: each lives on {tp // kv} ranks",
+                )
+            ]
+        do = (
+            f"kv_heads=replicate (each head on {tp // kv} ranks), or tp = {nearest_choices(divisors(kv), tp)}"
+        )
+    else:
+        do = f"tp = {nearest_choices(legal, tp)}"
+    return [
+        problem(
+            "E202",
+            where="layout.kv_heads",
+            found=f"{kv} key/value heads cannot be split over tp = {tp} (kv_heads={layout.kv_heads})",
+            do=do,
+        )
+    ]
+
+
+def _experts(spec: ModelSpec, layout: Layout) -> list[Problem]:
+    ep = layout.ep
+    if ep == 1:
+        return []
+    problems: list[Problem] = []
+    room = layout.dp * layout.cp
+    if room % ep:
+        problems.append(
+            problem(
+                "E208",
+                where="layout.ep",
+                found=f"ep = {ep} does not divide dp * cp = {layout.dp} * {layout.cp} = {room}",
+                do=f"ep = {nearest_choices(divisors(room), ep)}",
+            )
+        )
+    if spec.moe is None:
+        problems.append(
+            problem("E210", where="layout.ep", found=f'ep = {ep}, but "{spec.name}" has no experts')
+        )
+    elif spec.moe.num_experts % ep:
+        experts = spec.moe.num_experts
+        problems.append(
+            problem(
+                "E209",
+                where="layout.ep",
+                found=f"ep = {ep} does not divide the {experts} experts",
+                do=f"ep = {nearest_choices(divisors(experts), ep)}",
+            )
+        )
+    return problems
+
+
+def _zero(layout: Layout) -> list[Problem]:
+    room, shard = layout.dp * layout.cp, layout.shard
+    where = "layout.shard"
+    if layout.zero == 0:
+        if shard > 1:
+            return [problem("E217", where=where, found=f"shard = {shard} with zero = 0")]
+        return []
+    if room == 1 and shard == 1:
+        return [problem("W203", where="layout.zero", found=f"zero = {layout.zero} with dp * cp = 1")]
+    if shard == 1:
+        return [
+            problem(
+                "E214",
+                where=where,
+                found=f"shard = 1 with zero = {layout.zero} and dp * cp = {room}",
+                do=f"zero = 0, or shard = {room}",
+            )
+        ]
+    if room % shard or shard % layout.cp:
+        legal = [d for d in divisors(room) if d % layout.cp == 0 and d > 1]
+        return [
+            problem(
+                "E213",
+                where=where,
+                found=f"shard = {shard} with dp * cp = {layout.dp} * {layout.cp} = {room}",
+                needs=f"shard divides {room}"
+                + (f" and cp = {layout.cp} divides shard" if layout.cp > 1 else ""),
+                do=f"shard = {nearest_choices(legal, shard)}" if legal else "zero = 0",
+            )
+        ]
+    return []
+
+
+def _pipeline(layout: Layout) -> list[Problem]:
+    problems: list[Problem] = []
+    if layout.zero == 3 and layout.schedule in SPLIT_BACKWARD and layout.pp > 1:
+        problems.append(
+            problem("E216", where="layout.zero", found=f"zero = 3 with schedule={layout.schedule}")
+        )
+    chunks, schedule = layout.chunks, layout.schedule
+    wrong = (
+        (schedule in ("gpipe", "1f1b", "zb-h1") and chunks != 1)
+        or (schedule in ("zbv", "dualpipev") and chunks != 2)
+        or (schedule == "interleaved" and chunks < 2)
+    )
+    if wrong:
+        do = "chunks = 1, or schedule=interleaved" if schedule in ("gpipe", "1f1b", "zb-h1") else "chunks = 2"
+        problems.append(
+            problem("E223", where="layout.chunks", found=f"chunks = {chunks} with schedule={schedule}", do=do)
+        )
+    return problems
+
+
+def _sequence(spec: ModelSpec, layout: Layout, seq_len: int) -> list[Problem]:
+    problems: list[Problem] = []
+    most = spec.max_position_embeddings
+    if most and seq_len > most:
+        learned = any(t.role == "position" for t in spec.embedding)
+        problems.append(
+            problem(
+                "E219" if learned else "W219",
+                where="seq_len",
+                found=f'seq_len = {seq_len}, but "{spec.name}" was made for {most} positions',
+                do=f"seq_len = {most} or less",
+            )
+        )
+    cp, tp = layout.cp, layout.tp
+    pieces = (2 * cp if layout.cp_style == "ring" else cp) if cp > 1 else 1
+    if seq_len % pieces:
+        problems.append(
+            problem(
+                "E206",
+                where="layout.cp",
+                found=f"seq_len = {seq_len} does not split in {pieces} pieces "
+                f"(cp = {cp}, cp_style={layout.cp_style})",
+                do=f"seq_len = {_multiples(seq_len, pieces)}",
+            )
+        )
+    elif layout.sp and tp > 1 and (seq_len // cp) % tp:
+        problems.append(
+            problem(
+                "E205",
+                where="layout.sp",
+                found=f"seq_len / cp = {seq_len // cp} positions do not split over tp = {tp}",
+                do=f"sp=off, or seq_len = {_multiples(seq_len, pieces * tp)}",
+            )
+        )
+    return problems
+
+
+def _multiples(number: int, unit: int) -> str:
+    below = number // unit * unit
+    return " | ".join(str(n) for n in (below, below + unit) if n > 0)
+
+
+def _context_heads(spec: ModelSpec, layout: Layout) -> list[Problem]:
+    heads, tp, cp = spec.num_heads, layout.tp, layout.cp
+    if layout.cp_style != "ulysses" or heads % tp:
+        return []
+    local = heads // tp
+    if local % cp == 0:
+        return []
+    return [
+        problem(
+            "E207",
+            where="layout.cp",
+            found=f"{heads} query heads / tp = {tp} leaves {local} on a rank, which cp = {cp} does not divide",
+            do=f"cp = {nearest_choices(divisors(local), cp)}, or cp_style=ring",
+        )
+    ]
+
+
+def _micro_batches(spec: ModelSpec, layout: Layout, batch: Batch) -> list[Problem]:
+    p, m = layout.pp, batch.accumulation
+    if p == 1:
+        return []
+    problems: list[Problem] = []
+    if layout.schedule == "interleaved" and m % p:
+        problems.append(
+            problem(
+                "E218",
+                where="batch",
+                found=f"accumulation = {m} is not a multiple of pp = {p}",
+                do=f"accumulation = {_multiples(m, p)}: global batch = "
+                + _multiples(batch.global_batch, p * batch.dp * batch.micro_batch),
+            )
+        )
+    stages = layout.num_stages
+    if m < stages:
+        share = (p - 1) / (m * layout.chunks + p - 1)
+        enough = stages * batch.dp * batch.micro_batch
+        problems.append(
+            problem(
+                "W301",
+                where="batch",
+                found=f"{m} micro-batches over {stages} stages: ranks are idle for about {100 * share:.0f} % "
+                f"of the step ((p-1)/(m+p-1) = {p - 1}/{m * layout.chunks + p - 1})",
+                do=f"global batch = {enough} or more"
+                + (f", or micro_batch below {layout.micro_batch}" if layout.micro_batch > 1 else ""),
+            )
+        )
+    if layout.zero >= 2 and layout.shard > 1:
+        problems.append(_zero_with_pipeline(spec, layout, m))
+    return problems
+
+
+def _zero_with_pipeline(spec: ModelSpec, layout: Layout, m: int) -> Problem:
+    table = precision_table(layout)
+    n = layout.shard
+    share = (n - 1) / n / (layout.pp * layout.tp)
+    reduced = spec.num_parameters * table.bytes_of("reduce") * share
+    gathered = 2 * spec.num_parameters * table.bytes_of("gather") * share if layout.zero == 3 else 0.0
+    once = spec.num_parameters * (table.bytes_of("reduce") + table.bytes_of("gather")) * share
+    parts = f"{format_bytes(reduced)} of gradients"
+    if gathered:
+        parts += f" and {format_bytes(gathered)} of parameters"
+    return problem(
+        "W204",
+        where="layout.zero",
+        found=f"zero = {layout.zero} with pp = {layout.pp}: each rank sends about {parts} for each of {m} "
+        f"micro-batches, {format_bytes((reduced + gathered) * m)} per step; zero = 1 sends {format_bytes(once)}",
+    )
+
+
+def _nodes(layout: Layout, gpus_per_node: int) -> list[Problem]:
+    for rank in range(layout.world_size):
+        members = group(layout, rank, "tp")
+        if members[0] != rank:
+            continue
+        nodes = nodes_of(members, gpus_per_node)
+        if len(nodes) > 1:
+            legal = [t for t in divisors(gpus_per_node) if t <= layout.tp]
+            fix = f"tp = {nearest_choices(legal, layout.tp)}"
+            if layout.order[0] != "tp" and gpus_per_node % layout.tp == 0:
+                fix = "order=tp/cp/dp/pp"
+            return [
+                problem(
+                    "W206",
+                    where="layout.tp",
+                    found=f"tp group {list(members)[:8]}{'...' if len(members) > 8 else ''} spans nodes "
+                    f"{', '.join(str(n) for n in nodes[:8])} ({gpus_per_node} devices a node)",
+                    do=fix,
+                )
+            ]
+        if layout.order[0] == "tp" and gpus_per_node % layout.tp == 0:
+            return []
+    return []
+
+
+def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
+    """Return what of ``layout`` cannot run so far (kind "code"), each with what runs now; see ``layout.built``."""
+    problems: list[Problem] = []
+    for axis, instead in (("tp", "pp or zero=3"), ("cp", "dp or pp"), ("ep", "dp with zero=3")):
+        degree = getattr(layout, axis)
+        if degree > 1 and axis not in built.AXES:
+            problems.append(
+                problem(
+                    "E250",
+                    where=f"layout.{axis}",
+                    found=f"{axis} = {degree} cannot run yet",
+                    do=f"{axis} = 1; to spread over {degree} ranks use {instead}",
+                )
+            )
+    for key, works in built.OPTIONS.items():
+        value = getattr(layout, key)
+        if value not in works and not (key == "schedule" and value.startswith("@")):
+            if key == "schedule" and layout.pp == 1:
+                continue  # no pipeline, nothing to schedule
+            problems.append(
+                problem(
+                    "E251",
+                    where=f"layout.{key}",
+                    found=f"{key}={value} cannot run yet",
+                    needs=f"{key}={' | '.join(works)}",
+                    do=f"{key}={works[-1] if key == 'schedule' else works[0]}",
+                )
+            )
+    if layout.chunks > built.MAX_CHUNKS:
+        problems.append(
+            problem(
+                "E251",
+                where="layout.chunks",
+                found=f"chunks = {layout.chunks} cannot run yet",
+                needs=f"chunks = {built.MAX_CHUNKS}",
+                do=f"chunks = {built.MAX_CHUNKS}",
+            )
+        )
+    if spec is not None and layout.pp > 1 and spec.family not in built.PIPELINE_FAMILIES:
+        problems.append(
+            problem(
+                "E252",
+                where="layout.pp",
+                found=f'pp = {layout.pp} with "{spec.name}" of family {spec.family}',
+                needs="one of " + ", ".join(built.PIPELINE_FAMILIES) + ", or pp = 1",
+                do=f"pp = 1,dp = {layout.dp * layout.pp}",
+            )
+        )
+    return problems
