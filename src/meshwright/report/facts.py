@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from meshwright.base.units import format_bytes, format_seconds
+from meshwright.layout.layout import Layout
+from meshwright.layout.precision import precision_table
 from meshwright.report.blocks import Block, Card, Grid, Items, Note
 from meshwright.report.proof import scientific
 from meshwright.report.ranks import layout_text
@@ -201,20 +203,35 @@ def why_blocks(source: Source) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def precision_blocks(source: Source) -> tuple[Block, ...]:
-    """Return the precision table of run.json."""
-    found = source.run.get("precision_table")
-    rows = [(str(k).replace("_", " "), _shown(v)) for k, v in table(found).items()]
-    if not rows:
-        return (Note(text="No precision table is recorded here.", tone="missing"),)
-    return (
-        Grid(
-            title="Which number format is used where",
-            head=("use", "format"),
-            rows=tuple(rows),
-            caption="fp32 is 4 bytes a value, bf16 and fp16 are 2, fp64 is 8.",
-        ),
+def precision_blocks(source: Source, layout: Layout | None) -> tuple[Block, ...]:
+    """Return which number format is used where: the layout's table, checked against what the run recorded."""
+    recorded = table(source.run.get("precision_table"))
+    if layout is None:
+        if not recorded:
+            return (
+                Note(
+                    text="No precision table is recorded here, and no layout to derive it from.",
+                    tone="missing",
+                ),
+            )
+        rows = tuple((key.replace("_", " "), _shown(value)) for key, value in recorded.items())
+        return (Grid(title="Which number format is used where", head=("use", "format"), rows=rows),)
+    derived = precision_table(layout)
+    grid = Grid(
+        title="Which number format is used where",
+        head=("use", "format", "bytes a value", "what it is"),
+        rows=tuple((name, dtype, str(size), note) for name, dtype, size, note in derived.rows()),
+        caption="Derived from the layout's precision and ZeRO stage.",
+        numeric=frozenset({2}),
     )
+    differs = [
+        f"{name} {recorded[name]} (derived: {dtype})"
+        for name, dtype, _, _ in derived.rows()
+        if isinstance(recorded.get(name), str) and recorded[name] != dtype
+    ]
+    if differs:
+        return (Note(text=f"The run recorded other formats: {', '.join(differs)}.", tone="bad"), grid)
+    return (grid,)
 
 
 def event_blocks(source: Source) -> tuple[Block, ...]:

@@ -89,3 +89,21 @@ def terms_in(text: str) -> tuple[tuple[str, str], ...]:
             re.IGNORECASE,
         )
     )
+
+
+def as_markdown() -> str:
+    """Return the glossary as the page docs/glossary.md."""
+    rows = [f"| {term} | {meaning} |" for term, meaning in TERMS]
+    return "\n".join(
+        [
+            "# Glossary",
+            "",
+            "One name for one thing, in the order in which they build on each other. The report prints those that a page",
+            "uses; this list is made from the same table (`meshwright.report.glossary`).",
+            "",
+            "| term | meaning |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )

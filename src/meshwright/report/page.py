@@ -153,7 +153,7 @@ def _sections(source: Source) -> tuple[tuple[Section, ...], dict[int, str]]:
         Section(name="training", title="Training", blocks=training_blocks(source)),
         Section(name="parity", title="Parity with one device", blocks=proof_blocks(source)),
         Section(name="link-section", title="Links", blocks=link_blocks(source)),
-        Section(name="precision", title="Precision", blocks=precision_blocks(source)),
+        Section(name="precision", title="Precision", blocks=precision_blocks(source, layout)),
         Section(
             name="ranks",
             title="What each rank does",

@@ -125,9 +125,9 @@ def _pipeline(
     )
     caption = (
         "A row is one pipeline rank, a box one action of one micro-batch (its number), the shade behind the boxes is "
-        "waiting: the bubble. Read left to right: later stages wait until the first micro-batch reaches them. "
-        "The share of the total is idle time over the whole step's time; the share of the ideal is idle time over the "
-        "time without any waiting. "
+        "waiting: the bubble. Read left to right: later stages wait until the first micro-batch reaches them. The share "
+        "of the total is waiting over the whole time of all ranks; the share of the ideal is how much longer the step "
+        "is than the busiest rank's own work. "
     )
     caption += (
         "Box lengths share the predicted compute time out by FLOPs; sends are drawn as taking no time."
