@@ -25,19 +25,11 @@ class PrivateName:
 NAMES: Final[tuple[PrivateName, ...]] = (
     PrivateName("torch.distributed", "set_debug_level_from_env", "mesh.pool"),
     PrivateName("torch.distributed", "TCPStore", "mesh.rank_process"),
-    PrivateName("torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime", "parallel.pipeline"),
-    PrivateName(
-        "torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime._load_csv", "parallel.pipeline"
-    ),
-    PrivateName(
-        "torch.distributed.pipelining.schedules",
-        "_PipelineScheduleRuntime.register_custom_function",
-        "parallel.pipeline",
-    ),
     PrivateName("torch.distributed.pipelining.schedules", "_Action", "parallel.pipeline"),
     PrivateName("torch.distributed.pipelining.schedules", "_Action.from_str", "parallel.pipeline"),
-    PrivateName("torch.distributed.pipelining.schedules", "_ComputationType", "parallel.pipeline"),
-    PrivateName("torch.distributed.pipelining.schedules", "_add_send_recv", "parallel.pipeline"),
+    PrivateName("torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime", "parallel.pipeline"),
+    PrivateName("torch.utils._python_dispatch", "TorchDispatchMode", "parallel.record"),
+    PrivateName("torch.utils._pytree", "tree_leaves", "train.memory"),
 )
 """Every private name in use. A name is added here in the same change that begins to use it."""
 

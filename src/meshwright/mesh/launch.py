@@ -39,6 +39,7 @@ from meshwright.mesh.rank_process import (
     collect,
     default_group,
     end_processes,
+    load_torch,
     rendezvous,
     report_error,
     watch_signals,
@@ -125,6 +126,8 @@ def run_local(
         importlib.import_module(name)
     backend, devices = _devices(device, nproc, torch, dist)
     spawn = device != "cpu" or torch.cuda.is_initialized()  # CUDA does not survive a fork
+    if not spawn:
+        load_torch()
     folder = tempfile.mkdtemp(prefix="meshwright-ranks-")
     logs = Path(log_dir) if log_dir is not None else Path(tempfile.mkdtemp(prefix="meshwright-logs-"))
     logs.mkdir(parents=True, exist_ok=True)

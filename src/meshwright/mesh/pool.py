@@ -26,6 +26,7 @@ from meshwright.mesh.rank_process import (
     collect,
     default_group,
     end_processes,
+    load_torch,
     rendezvous,
     report_error,
     watch_signals,
@@ -45,6 +46,7 @@ class RankPool:
     def __init__(self, max_workers: int = 8) -> None:
         import torch
 
+        load_torch()
         torch.set_num_threads(1)  # a forked child cannot use the parent's threads
         self._max_workers = max_workers
         self._workers: list[RankHandle] = []

@@ -453,6 +453,14 @@ def default_group(
         dist.destroy_process_group()
 
 
+def load_torch() -> None:
+    """Import, before ranks are forked, what each of them would import by itself (the first optimizer costs a second)."""
+    import torch
+    import torch.distributed
+
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+
+
 def watch_signals() -> None:
     """Give a rank its own signal habits: Ctrl-C is the parent's business, SIGTERM ends, SIGUSR1 prints the stack."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

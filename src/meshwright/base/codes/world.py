@@ -173,4 +173,15 @@ All ranks of the job were ended, none is left behind.""",
         page="""The probe starts --nproc ranks on this machine, or joins the ranks that torchrun started.
 Under torchrun --nproc must be left out or equal the world size.""",
     ),
+    CodeInfo(
+        code="E521",
+        title="The ranks of a probe run on different devices",
+        kind="world",
+        needs="the same kind of device on every rank",
+        why="one set of figures cannot stand for two kinds of device",
+        do="probe each kind by itself, and give each its own cluster file",
+        page="""A probe's figures are means over its ranks, and a plan takes every rank for alike.
+The ranks that were found have devices of different names. A mesh over both runs at the pace of the slower one,
+and its memory is that of the smaller one: plan with the probe of that one.""",
+    ),
 )

@@ -1,0 +1,408 @@
+"""What each rank of a probe measures: compute, memory, overheads and collectives.
+
+Ranks of one machine may have to share cores. A single short operation then is either undisturbed or waits for a
+whole time slice, and the median of such times says nothing about a step. So compute is measured as a count over a
+window in which all ranks work, and collectives in loops between barriers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from meshwright.base.units import KIB, MIB, format_bytes
+from meshwright.mesh.env import RankFacts
+from meshwright.probe.topology import gpu_topology, memory_bytes, node_name
+
+Points = list[tuple[int, float]]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """How much to measure. ``show`` takes progress lines where the rank is this process, else they are printed."""
+
+    quick: bool
+    show: Callable[[str], None] | None = None
+
+    @property
+    def window_s(self) -> float:
+        """Seconds of one compute measurement; several time slices of the operating system."""
+        return 0.06 if self.quick else 0.2
+
+    @property
+    def windows(self) -> int:
+        """Windows per measurement; their median counts."""
+        return 2 if self.quick else 3
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the collectives, ascending."""
+        if self.quick:
+            return (KIB, 16 * KIB, 128 * KIB, MIB, 4 * MIB)
+        return (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+
+    @property
+    def link_budget_s(self) -> float:
+        """Seconds that one collective on one group may take over all sizes; larger sizes are left out after that."""
+        return 0.4 if self.quick else 2.0
+
+    @property
+    def matmul_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """(m tokens, k, n) of the projections of small to medium blocks."""
+        shapes = (
+            (128, 64, 64),
+            (256, 64, 256),
+            (512, 128, 512),
+            (512, 256, 1024),
+            (512, 256, 8192),
+            (1024, 512, 2048),
+        )
+        return shapes if self.quick else (*shapes, (1024, 1024, 1024), (2048, 1024, 4096), (2048, 4096, 1024))
+
+    @property
+    def attention_shapes(self) -> tuple[tuple[int, int, int, int], ...]:
+        """(batch, heads, seq, head_dim)."""
+        shapes = ((2, 4, 128, 16), (2, 4, 256, 64))
+        return shapes if self.quick else (*shapes, (1, 8, 1024, 64), (1, 8, 2048, 128))
+
+
+class _Probe:
+    """One rank's measuring; every rank makes the same calls in the same order."""
+
+    def __init__(self, facts: RankFacts, request: Request) -> None:
+        self.facts = facts
+        self.request = request
+        self.device = torch.device(facts.device)
+        self.start = time.perf_counter()
+
+    def say(self, line: str) -> None:
+        """Show a progress line, on rank 0."""
+        self.facts.at(action=line)
+        if self.facts.rank == 0:
+            text = f"[{time.perf_counter() - self.start:5.1f} s] {line}"
+            if self.request.show is None:
+                print(text, flush=True)
+            else:
+                self.request.show(text)
+
+    def sync(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.facts.world_size > 1:
+            dist.barrier()
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.rand(*shape, device=self.device).to(dtype)
+
+    # compute
+
+    def rate(self, work: Callable[[], Any], scale: float = 1.0) -> float:
+        """Return seconds per call of ``work`` while every rank calls it, times ``scale``."""
+        work()
+        times: list[float] = []
+        for _ in range(self.request.windows):
+            self.barrier()
+            self.sync()
+            count, begin = 0, time.perf_counter()
+            while True:
+                work()
+                count += 1
+                if count % 4 == 0 or count < 4:
+                    self.sync()
+                    if time.perf_counter() - begin >= self.request.window_s:
+                        break
+            times.append((time.perf_counter() - begin) / count)
+        return statistics.median(times) * scale
+
+    def paired_rate(self, first: Callable[[], Any], second: Callable[[Any], Any]) -> tuple[float, float]:
+        """Return seconds per call of ``first`` and of ``second`` on its result, alternating, while all ranks do."""
+        second(first())
+        sums: list[tuple[float, float]] = []
+        for _ in range(self.request.windows):
+            self.barrier()
+            count, one, two, begin = 0, 0.0, 0.0, time.perf_counter()
+            while count == 0 or time.perf_counter() - begin < self.request.window_s:
+                self.sync()
+                t0 = time.perf_counter()
+                value = first()
+                self.sync()
+                t1 = time.perf_counter()
+                second(value)
+                self.sync()
+                two += time.perf_counter() - t1
+                one += t1 - t0
+                count += 1
+            sums.append((one / count, two / count))
+        return statistics.median(s[0] for s in sums), statistics.median(s[1] for s in sums)
+
+    def matmul(self) -> list[float]:
+        """Return seconds of each shape in each precision."""
+        times: list[float] = []
+        for dtype in _DTYPES.values():
+            for m, k, n in self.request.matmul_shapes:
+                a, b = self.empty(m, k, dtype=dtype), self.empty(n, k, dtype=dtype)
+                times.append(self.rate(lambda a=a, b=b: F.linear(a, b)))
+        return times
+
+    def attention(self) -> list[tuple[float, float]]:
+        """Return forward and backward seconds of causal attention for each shape in each precision."""
+        times: list[tuple[float, float]] = []
+        for dtype in _DTYPES.values():
+            for shape in self.request.attention_shapes:
+                q, k, v = (self.empty(*shape, dtype=dtype).requires_grad_() for _ in range(3))
+                grad = self.empty(*shape, dtype=dtype)
+                times.append(
+                    self.paired_rate(
+                        lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+                        lambda out, q=q, k=k, v=v, grad=grad: torch.autograd.grad(out, (q, k, v), grad),
+                    )
+                )
+        return times
+
+    def memory(self) -> tuple[float, float]:
+        """Return bytes/s (read + written) of a copy, and of an elementwise operation that allocates its result."""
+        count = (4 if self.request.quick else 16) * MIB // 4
+        source, target = self.empty(count), self.empty(count)
+        copy_s = self.rate(lambda: target.copy_(source))
+        elementwise_s = self.rate(lambda: source * 2.0)
+        return 8 * count / copy_s, 8 * count / elementwise_s
+
+    def overhead(self) -> tuple[float, float]:
+        """Return seconds of one small operation recorded by autograd, and of its node in the backward."""
+        chain = 64
+        x = self.empty(8).requires_grad_()
+        factor = self.empty(8)
+
+        def forward() -> torch.Tensor:
+            y = x
+            for _ in range(chain):
+                y = y * factor
+            return y.sum()
+
+        def backward(loss: torch.Tensor) -> None:
+            torch.autograd.grad(loss, x)
+
+        forward_s, backward_s = self.paired_rate(forward, backward)
+        return forward_s / (chain + 1), backward_s / (chain + 1)
+
+    def optimizer(self) -> tuple[float, float]:
+        """Return fused AdamW's bytes/s over master, both moments and gradient, and its seconds per tensor."""
+
+        def step_s(num_tensors: int, numel: int) -> float:
+            tensors = [torch.nn.Parameter(self.empty(numel)) for _ in range(num_tensors)]
+            for tensor in tensors:
+                tensor.grad = torch.ones_like(tensor)
+            return self.rate(torch.optim.AdamW(tensors, lr=1e-6, fused=True).step)
+
+        small_s = step_s(64, 64) / 64
+        numel = (1 if self.request.quick else 4) * MIB
+        large_s = max(step_s(2, numel) - 2 * small_s, 1e-9)
+        return 2 * numel * 16 / large_s, small_s
+
+    # collectives
+
+    def agree(self, value: float) -> float:
+        """Return the greatest value over all ranks."""
+        tensor = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.item()
+
+    def collective(
+        self, make: Callable[[int], tuple[int, Callable[[], Any]] | None], group: Any, halves: int
+    ) -> Points:
+        """Return (bytes, seconds) at each size.
+
+        ``make(bytes)`` gives the real size and the operation (None for a rank that only keeps step). The loop of
+        every repeat is timed on each rank, the slowest rank of the group counts, the median repeat is reported.
+        All ranks agree on the numbers of calls; ``halves`` is the number of messages one call stands for.
+        """
+        points: Points = []
+        begin = time.perf_counter()
+        for size in self.request.sizes:
+            made = make(size)
+            self.barrier()
+            if made:
+                made[1]()
+                self.sync()
+            self.barrier()
+            t0 = time.perf_counter()
+            if made:
+                made[1]()
+                self.sync()
+            first_s = self.agree(time.perf_counter() - t0)
+            inner = max(1, min(20, int(0.008 / first_s)))
+            repeats = max(3, min(11, int(self.request.link_budget_s / 6 / (inner * first_s))))
+            times: list[float] = []
+            for _ in range(repeats):
+                self.barrier()
+                t0 = time.perf_counter()
+                if made:
+                    for _ in range(inner):
+                        made[1]()
+                    self.sync()
+                times.append((time.perf_counter() - t0) / inner / halves)
+            if made:
+                slowest = torch.tensor(times, dtype=torch.float64, device=self.device)
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+                points.append((made[0], statistics.median(slowest.tolist())))
+            if (
+                self.agree(time.perf_counter() - begin) > self.request.link_budget_s
+                and len(self.request.sizes) > 5
+            ):
+                break
+        return points
+
+    def links(self) -> list[tuple[list[int], str, Points]]:
+        """Return, of the groups that this rank belongs to, each collective's points."""
+        world, rank = self.facts.world_size, self.facts.rank
+        found: list[tuple[list[int], str, Points]] = []
+        size = 2
+        sizes: list[int] = []
+        while size < world:
+            sizes.append(size)
+            size *= 2
+        for size in [*sizes, world]:
+            groups = [list(range(i, i + size)) for i in range(0, world - size + 1, size)]
+            handles = [dist.new_group(g) if size < world else dist.group.WORLD for g in groups]
+            mine = next((i for i, g in enumerate(groups) if rank in g), None)
+            ranks = groups[mine] if mine is not None else []
+            group = handles[mine] if mine is not None else None
+            kinds = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+            if size == 2:
+                kinds.append("send_recv")
+            for kind in kinds:
+                self.say(f"{kind} in groups of {size}")
+                points = self.collective(
+                    lambda num_bytes, kind=kind, ranks=ranks, group=group: self.operation(
+                        kind, num_bytes, ranks, group
+                    ),
+                    group,
+                    halves=2 if kind == "send_recv" else 1,
+                )
+                if ranks:
+                    found.append((ranks, kind, points))
+        return found
+
+    def operation(
+        self, kind: str, num_bytes: int, ranks: Sequence[int], group: Any
+    ) -> tuple[int, Callable[[], Any]] | None:
+        """Return the real bytes (see ``Collective.num_bytes``) and the call of one collective on this rank."""
+        n = len(ranks)
+        if n == 0:
+            return None
+        part = max(1, num_bytes // 4 // n)
+        whole = self.empty(part * n)
+        piece = self.empty(part)
+        size = part * n * 4
+        if kind == "all_reduce":
+            return size, lambda: dist.all_reduce(whole, group=group)
+        if kind == "all_gather":
+            return size, lambda: dist.all_gather_into_tensor(whole, piece, group=group)
+        if kind == "reduce_scatter":
+            return size, lambda: dist.reduce_scatter_tensor(piece, whole, group=group)
+        if kind == "all_to_all":
+            out = self.empty(part * n)
+            return size, lambda: dist.all_to_all_single(out, whole, group=group)
+        if kind == "broadcast":
+            return size, lambda: dist.broadcast(whole, src=ranks[0], group=group)
+        first = self.facts.rank == ranks[0]
+        return size, lambda: self.there_and_back(whole, first, ranks[1] if first else ranks[0])
+
+    def there_and_back(self, tensor: torch.Tensor, first: bool, peer: int) -> None:
+        """Send the tensor to the peer and receive it back, or the other way round."""
+        if first:
+            dist.send(tensor, peer)
+            dist.recv(tensor, peer)
+        else:
+            dist.recv(tensor, peer)
+            dist.send(tensor, peer)
+
+    def pairs(self) -> dict[tuple[int, int], float]:
+        """Return bytes/s of one message between each two ranks, while the others wait; {} for more than 64 ranks."""
+        world, rank = self.facts.world_size, self.facts.rank
+        rates: dict[tuple[int, int], float] = {}
+        if world > 64:
+            return rates
+        num_bytes = MIB if self.request.quick else 4 * MIB
+        tensor = self.empty(num_bytes // 4)
+        for a in range(world):
+            for b in range(a + 1, world):
+                self.barrier()
+                if rank in (a, b):
+                    peer = b if rank == a else a
+                    times: list[float] = []
+                    for _ in range(4):
+                        t0 = time.perf_counter()
+                        self.there_and_back(tensor, rank == a, peer)
+                        self.sync()
+                        times.append((time.perf_counter() - t0) / 2)
+                    if rank == a:
+                        rates[a, b] = num_bytes / min(times[1:])
+        return rates
+
+
+def measure(facts: RankFacts, request: Request) -> list[dict[str, Any]]:
+    """Return what every rank measured, by rank (the same list on each rank).
+
+    Communication: every collective that is measured, barriers, and one all_gather of the findings on "world".
+    """
+    if request.quick:
+        torch.manual_seed(0)
+    probe = _Probe(facts, request)
+    probe.say(f"{facts.world_size} ranks on {probe.device.type}, {facts.backend}")
+    total, available = memory_bytes()
+    name, topology = "cpu", None
+    if probe.device.type == "cuda":
+        available, total = torch.cuda.mem_get_info(probe.device)
+        name = torch.cuda.get_device_name(probe.device)
+        found = gpu_topology() if facts.local_rank == 0 else None
+        topology = found.as_dict() if found else None
+    probe.say("matmul, fp32 and bf16")
+    matmul = probe.matmul()
+    probe.say("attention")
+    attention = probe.attention()
+    probe.say("memory, overheads, optimizer")
+    copy, elementwise = probe.memory()
+    op_s, backward_op_s = probe.overhead()
+    optimizer_bytes_per_s, optimizer_tensor_s = probe.optimizer()
+    links: list[tuple[list[int], str, Points]] = []
+    pairs: dict[tuple[int, int], float] = {}
+    if facts.world_size > 1:
+        links = probe.links()
+        probe.say(f"each pair, {format_bytes(MIB if request.quick else 4 * MIB)}")
+        pairs = probe.pairs()
+    mine = {
+        "host": node_name(),
+        "device": name,
+        "total_bytes": total,
+        "available_bytes": available,
+        "topology": topology,
+        "matmul": matmul,
+        "attention": attention,
+        "copy": copy,
+        "elementwise": elementwise,
+        "op_s": op_s,
+        "backward_op_s": backward_op_s,
+        "optimizer_bytes_per_s": optimizer_bytes_per_s,
+        "optimizer_tensor_s": optimizer_tensor_s,
+        "links": links,
+        "pairs": pairs,
+    }
+    everything: list[Any] = [mine]
+    if facts.world_size > 1:
+        everything = [None] * facts.world_size
+        dist.all_gather_object(everything, mine)
+    probe.say("done")
+    return everything
