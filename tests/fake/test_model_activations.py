@@ -67,14 +67,14 @@ CASES = [(kind, precision) for kind in CONFIGS for precision in ("fp32", "bf16")
 CASES += [(kind, "autocast") for kind in ("llama", "gpt2", "qwen3", "gemma3_text")]
 
 
-def measured_bytes(kind: str, precision: str) -> int:
+def measured_bytes(kind: str, precision: str, config: dict[str, Any]) -> int:
     """Bytes of the unique storages that one block's forward saves, weights and their casts left out."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, use_cache=False, **CONFIGS[kind])
-    model = AutoModelForCausalLM.from_config(config).train()
+    theirs = AutoConfig.for_model(kind, use_cache=False, **config)
+    model = AutoModelForCausalLM.from_config(theirs).train()
     if precision == "bf16":
         model = model.to(torch.bfloat16)
-    spec = spec_from_config({"model_type": kind, **CONFIGS[kind]}, kind)
+    spec = spec_from_config({"model_type": kind, **config}, kind)
     block = model.get_submodule(spec.paths.blocks)[BLOCK]
     weights = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     cast_shapes = {
@@ -121,4 +121,22 @@ def test_saved_bytes_of_a_block(kind: str, precision: str) -> None:
     predicted = saved_activation_bytes(
         spec, spec.blocks[BLOCK], SEQ_LEN, MICRO_BATCH, compute, kernel, residual_bytes=residual
     )
-    assert predicted == pytest.approx(measured_bytes(kind, precision), rel=0.002)
+    assert predicted == pytest.approx(measured_bytes(kind, precision, CONFIGS[kind]), rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [
+        ("mistral", {"sliding_window": SEQ_LEN}),  # as long as the sequence: the mask is still built
+        ("mistral", {"sliding_window": SEQ_LEN + 1}),
+        ("phi3", {"sliding_window": SEQ_LEN - 1}),
+        ("gpt2", {"resid_pdrop": 0.1}),
+        ("gpt2", {"activation_function": "gelu"}),
+        ("llama", {"num_key_value_heads": 1}),
+    ],
+)
+def test_windows_dropout_and_activations(kind: str, extra: dict[str, Any]) -> None:
+    config = CONFIGS[kind] | extra
+    spec = spec_from_config({"model_type": kind, **config}, kind)
+    predicted = saved_activation_bytes(spec, spec.blocks[BLOCK], SEQ_LEN, MICRO_BATCH, 4, mask_bytes=4)
+    assert predicted == pytest.approx(measured_bytes(kind, "fp32", config), rel=0.002)

@@ -71,9 +71,12 @@ def saved_activation_bytes(
     compute_bytes: int,
     attention: AttentionKernel = "flash",
     residual_bytes: int | None = None,
+    mask_bytes: int = 1,
 ) -> int:
     """Return the bytes that one block keeps for backward of one micro-batch; see ``saved_activations``."""
-    listed = saved_activations(spec, block, seq_len, micro_batch, compute_bytes, attention, residual_bytes)
+    listed = saved_activations(
+        spec, block, seq_len, micro_batch, compute_bytes, attention, residual_bytes, mask_bytes
+    )
     return sum(s.num_bytes for s in listed)
 
 
@@ -85,6 +88,7 @@ def saved_activations(
     compute_bytes: int,
     attention: AttentionKernel = "flash",
     residual_bytes: int | None = None,
+    mask_bytes: int = 1,
 ) -> tuple[SavedTensor, ...]:
     """Return what one block keeps for backward, operation by operation.
 
@@ -97,8 +101,10 @@ def saved_activations(
         attention: "flash" for any fused kernel (keeps q, k, v, output, log-sum-exp), "math" for scores in
             memory. Families that transformers runs unfused (BLOOM, soft-capped Gemma-2) always keep scores.
         residual_bytes: bytes of the residual stream; 4 under autocast, by default the compute dtype's.
+        mask_bytes: bytes per element of a dropout mask: 1 on a GPU; a CPU keeps the noise in the compute dtype.
 
-    Excluded: parameters, the cos/sin tables (shared by all blocks), weight casts of autocast.
+    Excluded: parameters, the cos/sin tables (shared by all blocks), weight casts of autocast. Dropout on the
+    attention scores is taken to be the kernel's own (a seed, no mask).
     Expert inputs are counted at perfect balance.
     """
     z = _Sizes(micro_batch * seq_len, seq_len, compute_bytes, residual_bytes or compute_bytes)
@@ -113,7 +119,7 @@ def saved_activations(
     if _sandwich(spec):
         saved += _norm(spec, z, "norm after feed-forward", spec.hidden_size, z.c)
     if spec.dropout > 0:
-        masks = z.keep(2 * spec.hidden_size, 1)
+        masks = z.keep(2 * spec.hidden_size, mask_bytes)
         saved.append(SavedTensor(op="dropout masks", num_bytes=masks, along="sequence"))
     return tuple(s for s in saved if s.num_bytes)
 

@@ -11,7 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from meshwright.model.activations import SavedTensor, saved_activation_bytes, saved_activations
+from meshwright.model.activations import (
+    SavedTensor,
+    saved_activation_bytes,
+    saved_activations,
+    saved_final_bytes,
+)
 from meshwright.model.spec import BlockSpec, ModelSpec, TensorSpec
 
 Convention: TypeAlias = Literal["causal", "full"]
@@ -135,4 +140,5 @@ __all__ = [
     "routed_tokens_per_rank",
     "saved_activation_bytes",
     "saved_activations",
+    "saved_final_bytes",
 ]
