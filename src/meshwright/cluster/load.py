@@ -352,7 +352,7 @@ def cluster_from_probe(probe: Mapping[str, Any], name: str = "probed") -> Cluste
     ``measured`` holds, in SI units, ``matmul_flops_per_s/PRECISION/MxKxN``,
     ``attention_forward_s/PRECISION/BATCHxHEADSxSEQxDIM`` (and ``attention_backward_s``),
     ``collective_s/KIND/RANKS/BYTES``, ``op_s``, ``backward_op_s``, ``optimizer_bytes_per_s``,
-    ``optimizer_tensor_s``, ``copy_bytes_per_s`` and ``elementwise_bytes_per_s``, as far as it has them.
+    ``optimizer_tensor_s``, ``copy_bytes_per_s``, ``elementwise_bytes_per_s`` and ``cores``, as far as it has them.
 
     Raises:
         MeshwrightError: E404 when what every prediction needs is missing.
@@ -405,6 +405,7 @@ def _from_probe(probe: Mapping[str, Any], name: str) -> ClusterSpec:
             for key, value in part.items()
             if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
         }
+    measured["cores"] = _positive(probe.get("cores") or world)
     fits: dict[str, CollectiveFit] = {}
     for link in probe["links"]:
         ranks = link["ranks"]

@@ -1,0 +1,1 @@
+"""What a layout costs: memory by category, and seconds by cause, before anything runs."""

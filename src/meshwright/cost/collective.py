@@ -1,0 +1,135 @@
+"""Seconds of collectives: alpha-beta over the links that a group really spans, or a probe's own points.
+
+The link is chosen by placement: a group of 8 whose members sit on 8 nodes runs over the network between nodes.
+Volumes are those of ring algorithms; a group over several nodes is hierarchical (inside the node, then between).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.cluster.spec import ClusterSpec, LinkSpec
+
+Floats: TypeAlias = NDArray[np.float64]
+
+LINK_SHARE: Final = 0.80
+"""Reachable share of a link's rate: all-reduce of 64 MiB over 8 H100 reaches 361 of 450 GB/s; two p4de nodes
+reach 41.8 of 50 GB/s per node (nccl-tests of NVIDIA/dgxc-benchmarking and aws-samples)."""
+
+MEASURED_KIND: Final[Mapping[str, str]] = {"send": "send_recv", "recv": "send_recv"}
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """Where a group's members sit: ``size`` ranks on ``nodes`` nodes, at most ``per_node`` on one."""
+
+    size: int
+    nodes: int
+    per_node: int
+
+
+def shape_of(ranks: Sequence[int], gpus_per_node: int) -> GroupShape:
+    """Return the shape of the group of these ranks (ranks are numbered node by node)."""
+    counts: dict[int, int] = {}
+    for rank in ranks:
+        counts[rank // gpus_per_node] = counts.get(rank // gpus_per_node, 0) + 1
+    return GroupShape(len(ranks), len(counts), max(counts.values()))
+
+
+def strided_shape(size: int, stride: int, gpus_per_node: int) -> GroupShape:
+    """Return the shape of a group of ``size`` ranks that are ``stride`` apart, the first being rank 0."""
+    if size == 1 or stride * (size - 1) < gpus_per_node:
+        return GroupShape(size, 1, size)
+    per_node = max(1, math.ceil(gpus_per_node / stride))
+    nodes = len({i * stride // gpus_per_node for i in range(size)})
+    return GroupShape(size, nodes, min(size, per_node))
+
+
+@dataclass(frozen=True)
+class CollectiveTimes:
+    """Prices collectives on one cluster. ``points`` are a probe's: (kind, ranks) to bytes and seconds."""
+
+    cluster: ClusterSpec
+    points: Mapping[tuple[str, int], tuple[Floats, Floats]] = field(
+        default_factory=dict[tuple[str, int], tuple[Floats, Floats]]
+    )
+
+    def seconds(self, kind: str, num_bytes: Floats | float, shape: GroupShape) -> Floats:
+        """Return the seconds of one collective with a payload of ``num_bytes`` (StepProgram's convention)."""
+        size = np.asarray(num_bytes, dtype=np.float64)
+        if shape.size < 2:
+            return np.zeros_like(size)
+        if self.points:
+            return self._measured(MEASURED_KIND.get(kind, kind), size, shape)
+        return self._rings(kind, size, shape)
+
+    def _measured(self, kind: str, num_bytes: Floats, shape: GroupShape) -> Floats:
+        sizes = sorted(n for k, n in self.points if k == kind)
+        if not sizes:  # a probe without this collective: its all-reduce moves the same volume or more
+            kind, sizes = "all_reduce", sorted(n for k, n in self.points if k == "all_reduce")
+        if not sizes:
+            return self._rings(kind, num_bytes, shape)
+        near = min(sizes, key=lambda n: (abs(math.log(n / shape.size)), n))
+        xs, ys = self.points[kind, near]
+        safe = np.maximum(num_bytes, 1.0)
+        seconds = np.exp(np.interp(np.log(safe), np.log(xs), np.log(ys)))
+        seconds = np.where(safe > xs[-1], ys[-1] * safe / xs[-1], seconds)
+        if near != shape.size:
+            seconds = seconds * _steps(kind, shape.size) / _steps(kind, near)
+        return np.where(num_bytes > 0, seconds, 0.0)
+
+    def _rings(self, kind: str, num_bytes: Floats, shape: GroupShape) -> Floats:
+        if kind in ("send", "recv"):
+            link = self._link(shape)
+            return link.latency.value + num_bytes / (link.rate.value * LINK_SHARE)
+        inside = _leg(kind, num_bytes, shape.per_node, self.cluster.intra)
+        if shape.nodes == 1:
+            return inside
+        between = self.cluster.inter
+        assert between is not None
+        # each member carries its share of the payload over its own part of the network
+        return inside + _leg(kind, num_bytes / shape.per_node, shape.nodes, between)
+
+    def _link(self, shape: GroupShape) -> LinkSpec:
+        if shape.nodes == 1 or self.cluster.inter is None:
+            return self.cluster.intra
+        return self.cluster.inter
+
+    def link_name(self, shape: GroupShape) -> str:
+        """Return the name of the slowest link that the group uses."""
+        return self._link(shape).name
+
+
+def _steps(kind: str, size: int) -> float:
+    if kind == "all_reduce":
+        return 2.0 * (size - 1) / size
+    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (size - 1) / size
+    return 1.0
+
+
+def _leg(kind: str, num_bytes: Floats, size: int, link: LinkSpec) -> Floats:
+    if size < 2:
+        return np.zeros_like(num_bytes)
+    hops = 2 * (size - 1) if kind == "all_reduce" else size - 1
+    return hops * link.latency.value + _steps(kind, size) * num_bytes / (link.rate.value * LINK_SHARE)
+
+
+def collective_times(cluster: ClusterSpec) -> CollectiveTimes:
+    """Return the pricer of a cluster: by a probe's points where it has them, else by the links' figures."""
+    raw: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for key, seconds in cluster.measured.items():
+        parts = key.split("/")
+        if parts[0] == "collective_s":
+            raw.setdefault((parts[1], int(parts[2])), []).append((float(parts[3]), seconds))
+    points: dict[tuple[str, int], tuple[Floats, Floats]] = {}
+    for group, listed in raw.items():
+        table = np.asarray(sorted(listed), dtype=np.float64)
+        points[group] = (np.maximum(table[:, 0], 1.0), table[:, 1])
+    return CollectiveTimes(cluster, points)

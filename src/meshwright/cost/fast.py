@@ -1,0 +1,533 @@
+"""All layouts at once: memory and step time as NumPy columns, one row per layout and one column per stage.
+
+Distinct pieces (a block under one tp and micro-batch, a unit under one shard group) are priced once and put
+together by index. The pipeline's length is a closed form here and the schedule's clock in ``cost.predict``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Final
+
+import numpy as np
+
+from meshwright.cost.collective import Floats, GroupShape, shape_of, strided_shape
+from meshwright.cost.memory import StageLoad, outside_allocator, peak_memory
+from meshwright.cost.pieces import (
+    COMPUTE_BYTES,
+    SHARD_OPS_PER_TENSOR,
+    SHARD_OPS_PER_UNIT,
+    STATE_BYTES,
+    Pricer,
+    UnitSize,
+    Work,
+    WorkKey,
+    is_frozen,
+    sharding_stage,
+    unit_size,
+    work_key,
+)
+from meshwright.layout.batch import Batch
+from meshwright.layout.cut import resolve_cut
+from meshwright.layout.layout import Layout
+from meshwright.layout.ranks import group as rank_group
+from meshwright.layout.ranks import strides
+from meshwright.model.spec import TensorSpec
+
+CHUNKED_LOSS_PARTS: Final = 8
+ADAM_BYTES: Final = 28.0
+"""Bytes that AdamW moves per fp32 parameter: reads weight, gradient, two moments; writes three."""
+ADAM_PROBE_BYTES: Final = 16.0
+"""Bytes per fp32 parameter by which a probe counts its measured AdamW: weight, gradient, two moments."""
+NORM_BYTES: Final = 16.0
+"""Bytes per fp32 parameter of zeroing gradients, their norm, and scaling them for the clip."""
+OVERLAP: Final = 0.90
+"""Share of a compute window behind which communication can hide on a GPU (assumed until calibrated)."""
+
+_WORK = tuple(f.name for f in fields(Work))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageUnits:
+    """Units of each stage of one cut under one tp, ep and shard group: the root unit and kinds of blocks."""
+
+    root: tuple[UnitSize, ...]
+    kinds: tuple[UnitSize, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSeconds:
+    """Seconds of data-parallel communication of one stage, by what it is; ``edge`` parts cannot be hidden."""
+
+    gather: float = 0.0
+    gather_edge: float = 0.0
+    scatter: float = 0.0
+    scatter_edge: float = 0.0
+    reduce: float = 0.0
+    reduce_edge: float = 0.0
+
+
+_DATA = tuple(f.name for f in fields(DataSeconds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """What every layout costs. Arrays are [layouts], or [layouts, stages] where said; absent stages hold 0.
+
+    Attributes:
+        forward, backward: [layouts, stages] seconds of one micro-batch, communication in it included.
+        compute, recompute, tensor, context, expert, data: [layouts, stages] exposed seconds of a step.
+        send: [layouts] seconds of one message between stages.
+        memory: bytes by category, [layouts, stages].
+        peak: [layouts] the highest peak over stages.
+        step: [layouts] predicted seconds of a step by the closed form.
+    """
+
+    layouts: tuple[Layout, ...]
+    cuts: tuple[tuple[int, ...], ...]
+    micro_batches: Floats
+    present: Floats
+    forward: Floats
+    backward: Floats
+    compute: Floats
+    recompute: Floats
+    tensor: Floats
+    context: Floats
+    expert: Floats
+    data: Floats
+    once: Floats
+    hidden: Floats
+    send: Floats
+    optimizer: Floats
+    other: Floats
+    memory: dict[str, Floats]
+    load: StageLoad
+    outside: Floats
+    peak: Floats
+    step: Floats
+    bubble: Floats
+
+
+def stage_tensors(pricer: Pricer, stage: int, stages: int) -> tuple[TensorSpec, ...]:
+    """Return the tensors of a stage's root unit: embedding, final norm and head, as far as they are there."""
+    spec = pricer.spec
+    out: list[TensorSpec] = []
+    if stage == 0:
+        out += spec.embedding
+    if stage == stages - 1:
+        out += spec.final
+        # a tied head on the embedding's stage is the embedding; on another stage it is a tensor of its own
+        out += [t for t in spec.head if t.tied_to is None or stages > 1]
+    return tuple(out)
+
+
+def _sizes(pricer: Pricer, tensors: Sequence[TensorSpec], tp: int, ep: int, shards: int) -> UnitSize:
+    trains = [not is_frozen(t.name, pricer.frozen) for t in tensors]
+    return unit_size(tensors, trains, pricer.spec.attention, tp, ep, shards)
+
+
+def stage_units(pricer: Pricer, stages: int, tp: int, ep: int, shards: int) -> StageUnits:
+    """Return the unit sizes of every stage."""
+    ends = {0, stages - 1}
+    inner = _sizes(pricer, (), tp, ep, shards)
+    root = [
+        _sizes(pricer, stage_tensors(pricer, s, stages), tp, ep, shards) if s in ends else inner
+        for s in range(stages)
+    ]
+    kinds = [_sizes(pricer, b.tensors, tp, ep, shards) for b in pricer.kinds]
+    return StageUnits(root=tuple(root), kinds=tuple(kinds))
+
+
+def group_shapes(layout: Layout, gpus_per_node: int) -> tuple[GroupShape, GroupShape, GroupShape]:
+    """Return the shapes of the group that shards (or, in stage 0, reduces), of the replicas, and of a hop."""
+    step = strides(layout)
+    stage = sharding_stage(layout)
+    if layout.order == Layout().order:
+        inner = layout.dp_shard * layout.cp if stage else layout.dp * layout.cp
+        shards = strided_shape(inner, layout.tp, gpus_per_node)
+        copies = strided_shape(layout.dp_replicate if stage else 1, step["dp_replicate"], gpus_per_node)
+    else:
+        shards = shape_of(rank_group(layout, 0, "shard" if stage else "dp"), gpus_per_node)
+        copies = shape_of(rank_group(layout, 0, "dp_replicate") if stage else (0,), gpus_per_node)
+    return shards, copies, strided_shape(2, step["pp"], gpus_per_node)
+
+
+def _data_seconds(
+    pricer: Pricer,
+    units: Sequence[tuple[UnitSize, int]],
+    stage: int,
+    shards: GroupShape,
+    copies: GroupShape,
+) -> DataSeconds:
+    """Return the communication of one stage, the root unit being the first of ``units`` (size, how many)."""
+    times, rates = pricer.times, pricer.rates
+    state, compute = float(pricer.state_bytes), float(pricer.compute_bytes)
+    total = dict.fromkeys(_DATA, 0.0)
+    for index, (unit, count) in enumerate(units):
+        if not unit.full or not count:
+            continue
+        seconds = dict.fromkeys(("gather", "scatter", "reduce"), 0.0)
+        if stage and shards.size > 1:
+            gathered, reduced = unit.full * compute, unit.trainable * state
+            seconds["gather"] = float(times.seconds("all_gather", gathered, shards))
+            seconds["scatter"] = float(times.seconds("reduce_scatter", reduced, shards))
+            if not rates.overlaps:  # copies in and out, and the small operations around them
+                small = SHARD_OPS_PER_UNIT + SHARD_OPS_PER_TENSOR * unit.tensors
+                seconds["gather"] += 2.0 * gathered / rates.copy_rate + small * rates.op_s
+                small = SHARD_OPS_PER_UNIT + SHARD_OPS_PER_TENSOR * unit.trainable_tensors
+                seconds["scatter"] += 2.0 * reduced / rates.copy_rate + small * rates.op_s
+            reduced /= shards.size
+            seconds["reduce"] = float(times.seconds("all_reduce", reduced, copies))
+        elif not stage and shards.size > 1:
+            seconds["reduce"] = float(times.seconds("all_reduce", unit.trainable * state, shards))
+        for name, value in seconds.items():
+            total[name] += value * count
+            edge = f"{name}_edge"
+            total[edge] = max(total[edge], value) if index == 0 or not total[edge] else total[edge]
+    return DataSeconds(**total)
+
+
+def _exposed(rates_overlap: bool, seconds: Floats, window: Floats, edge: Floats) -> Floats:
+    """Return what is not hidden: all of it on a CPU, else what outlasts the window, at least the edge."""
+    if not rates_overlap:
+        return seconds
+    return np.where(seconds > 0, np.maximum(np.minimum(edge, seconds), seconds - OVERLAP * window), 0.0)
+
+
+def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch]) -> Columns:
+    """Return what each layout costs; ``batches`` holds its batch arithmetic, one per layout."""
+    rows, num_kinds = len(layouts), len(pricer.kinds)
+    stages = max(layout.pp for layout in layouts)
+    counts = np.zeros((rows, stages, num_kinds))
+    first = np.zeros((rows, stages))
+    last = np.zeros((rows, stages))
+    present = np.zeros((rows, stages))
+    keys: dict[WorkKey, int] = {}
+    ends: dict[tuple[WorkKey, str], int] = {}
+    key_at = np.zeros(rows, dtype=np.intp)
+    end_at = np.zeros(rows, dtype=np.intp)
+    tables: dict[tuple[object, ...], int] = {}
+    table_at = np.zeros(rows, dtype=np.intp)
+    loads: list[dict[str, list[float]]] = []
+    cut_of: dict[tuple[int, str], tuple[tuple[int, ...], Floats]] = {}
+    cuts: list[tuple[int, ...]] = []
+    send = np.zeros(rows)
+    tied = np.zeros(rows)
+    node = pricer.cluster.gpus_per_node
+    sends: dict[tuple[int, int, int, int], float] = {}
+    for r, layout in enumerate(layouts):
+        slot = (layout.pp, layout.cut)
+        if slot not in cut_of:
+            cut = resolve_cut(pricer.spec, layout, pricer.seq_len)
+            cut_of[slot] = (cut, _kind_counts(pricer, cut))
+        cut, kinds = cut_of[slot]
+        cuts.append(cut)
+        counts[r, : layout.pp] = kinds
+        present[r, : layout.pp] = 1.0
+        first[r, 0] = 1.0
+        last[r, layout.pp - 1] = 1.0
+        key = work_key(layout)
+        key_at[r] = keys.setdefault(key, len(keys))
+        end_at[r] = ends.setdefault((key, layout.loss), len(ends))
+        stage = sharding_stage(layout)
+        shards = layout.shard if stage else 1
+        table = (
+            layout.pp,
+            layout.cut,
+            layout.tp,
+            layout.ep,
+            shards,
+            layout.dp,
+            layout.cp,
+            stage > 0,
+            layout.order,
+        )
+        if table not in tables:
+            tables[table] = len(loads)
+            units = stage_units(pricer, layout.pp, layout.tp, layout.ep, shards)
+            loads.append(_table(pricer, layout, units, kinds, stages))
+        table_at[r] = tables[table]
+        if layout.pp > 1:
+            hop = group_shapes(layout, node)[2]
+            wire = 4 if key.autocast else pricer.compute_bytes
+            num_bytes = layout.micro_batch * pricer.seq_len // layout.cp * pricer.spec.hidden_size * wire
+            place = (num_bytes, hop.size, hop.nodes, hop.per_node)
+            if place not in sends:
+                sends[place] = float(pricer.times.seconds("send", float(num_bytes), hop))
+            send[r] = sends[place]
+    work = {
+        name: np.array([[getattr(pricer.block(k, key), name) for k in range(num_kinds)] for key in keys])
+        for name in _WORK
+    }
+    heads = {name: np.array([getattr(pricer.head(key, loss), name) for key, loss in ends]) for name in _WORK}
+    embeds = {name: np.array([getattr(pricer.embedding(key), name) for key in keys]) for name in _WORK}
+
+    def per_stage(name: str) -> Floats:
+        out: Floats = np.einsum("rsk,rk->rs", counts, work[name][key_at])
+        out += first * embeds[name][key_at][:, None] + last * heads[name][end_at][:, None]
+        return out
+
+    table = {name: np.array([load[name] for load in loads])[table_at] for name in loads[0]}
+    m = np.array([float(b.accumulation) for b in batches])
+    zero = np.array([float(sharding_stage(layout)) for layout in layouts])
+    gpipe = np.array([layout.schedule == "gpipe" for layout in layouts])
+    depth = np.array([float(layout.pp) for layout in layouts])
+    place = np.arange(stages)[None, :]
+    in_flight = np.where(gpipe[:, None], m[:, None], np.minimum(m[:, None], depth[:, None] - place)) * present
+    load = _load(
+        pricer, layouts, table, per_stage, work, counts, key_at, m, zero, in_flight, first, last, present
+    )
+    outside = _outside(pricer, layouts)[:, None]
+    memory = peak_memory(load, outside)
+    memory = {name: value * present for name, value in memory.items()}
+
+    overlap = pricer.rates.overlaps
+    ahead, behind = per_stage("forward"), per_stage("backward")
+    again, tensor = per_stage("recompute"), per_stage("tensor")
+    context, expert = per_stage("context"), per_stage("expert")
+    z, mm = zero[:, None], m[:, None]
+    gather, scatter, reduce = table["gather"], table["scatter"], table["reduce"]
+    # each micro-batch: stage 3 gathers in forward and again in backward; stages 2 and 3 scatter
+    three = z == 3
+    forward_wait = np.where(three, _exposed(overlap, gather, ahead, table["gather_edge"]), 0.0)
+    behind_seconds = np.where(three, gather, 0.0) + np.where(z >= 2, scatter, 0.0)
+    edge = np.where(three, np.maximum(table["gather_edge"], table["scatter_edge"]), table["scatter_edge"])
+    backward_wait = _exposed(overlap, behind_seconds, behind + again, edge)
+    # once a step: stages 1 and 2 gather, stage 1 scatters, replicas reduce
+    once_gather = np.where((z == 1) | (z == 2), gather, 0.0)
+    once_ahead = _exposed(overlap, once_gather, ahead, table["gather_edge"])
+    once_behind_seconds = np.where(z == 1, scatter, 0.0) + reduce
+    once_edge = np.maximum(np.where(z == 1, table["scatter_edge"], 0.0), table["reduce_edge"])
+    left = np.maximum(0.0, behind + again - behind_seconds)
+    once_behind = _exposed(overlap, once_behind_seconds, left, once_edge)
+    half = 0.5 * (tensor + context + expert)
+    forward = (ahead + half + forward_wait) * present
+    backward = (behind + again + half + backward_wait) * present
+    once = (once_ahead + once_behind) * present
+    total_data = mm * (np.where(three, gather, 0.0) + behind_seconds) + once_gather + once_behind_seconds
+    data = mm * (forward_wait + backward_wait) + once
+    if pricer.spec.tied_embeddings:
+        tied = np.array([_tied_seconds(pricer, layout) for layout in layouts])
+    optimizer = _optimizer(pricer, table).max(axis=1)
+    other = _other(pricer, layouts) + tied
+    makespan = pipeline_seconds(forward, backward, send, m, depth, gpipe)
+    shared = share_of_cores(pricer, makespan, (forward + backward) * mm, layouts)
+    step = makespan * shared + once.max(axis=1) + optimizer + other
+    busy = ((forward + backward) * mm).max(axis=1)
+    return Columns(
+        layouts=tuple(layouts),
+        cuts=tuple(cuts),
+        micro_batches=m,
+        present=present,
+        forward=forward,
+        backward=backward,
+        compute=(ahead + behind) * mm * present,
+        recompute=again * mm * present,
+        tensor=tensor * mm * present,
+        context=context * mm * present,
+        expert=expert * mm * present,
+        data=data * present,
+        once=once,
+        hidden=(total_data - data) * present,
+        send=send,
+        optimizer=optimizer,
+        other=other,
+        memory=memory,
+        load=load,
+        outside=outside,
+        peak=memory["peak"].max(axis=1),
+        step=step,
+        bubble=np.maximum(0.0, makespan * shared - busy) / step,
+    )
+
+
+def _kind_counts(pricer: Pricer, cut: Sequence[int]) -> Floats:
+    counts = np.zeros((len(cut), len(pricer.kinds)))
+    block = 0
+    for stage, layers in enumerate(cut):
+        for _ in range(layers):
+            counts[stage, pricer.kind_of[block]] += 1
+            block += 1
+    return counts
+
+
+def _table(
+    pricer: Pricer, layout: Layout, units: StageUnits, kinds: Floats, stages: int
+) -> dict[str, list[float]]:
+    """Return sizes and data-parallel seconds of each stage, padded with zeros to ``stages``."""
+    shards, copies, _ = group_shapes(layout, pricer.cluster.gpus_per_node)
+    stage_zero = sharding_stage(layout)
+    out: dict[str, list[float]] = {}
+    known: dict[tuple[object, ...], DataSeconds] = {}
+    for s in range(stages):
+        if s < layout.pp:
+            row = [int(n) for n in kinds[s]]
+            held = [(units.root[s], 1), *zip(units.kinds, row, strict=True)]
+            here = [u for u, n in held[1:] if n]
+            sums = {
+                name: sum(getattr(u, name) * n for u, n in held)
+                for name in ("full", "trainable", "matmul", "trainable_tensors")
+            }
+            sizes = {
+                **sums,
+                "largest": max(u.largest for u, n in held if n),
+                "root": units.root[s].full,
+                "root_trainable": units.root[s].trainable,
+                "block": max((u.full for u in here), default=0.0),
+                "block_trainable": max((u.trainable for u in here), default=0.0),
+            }
+            slot = (units.root[s], tuple(row))
+            if slot not in known:
+                known[slot] = _data_seconds(pricer, held, stage_zero, shards, copies)
+            sizes |= {name: getattr(known[slot], name) for name in _DATA}
+            sizes["shards"] = float(layout.shard if stage_zero else 1)
+        else:
+            sizes = dict.fromkeys(out, 0.0) | {"shards": 1.0}
+        for name, value in sizes.items():
+            out.setdefault(name, []).append(value)
+    return out
+
+
+def _load(
+    pricer: Pricer,
+    layouts: Sequence[Layout],
+    table: dict[str, Floats],
+    per_stage: Callable[[str], Floats],
+    work: dict[str, Floats],
+    counts: Floats,
+    key_at: np.ndarray[tuple[int, ...], np.dtype[np.intp]],
+    m: Floats,
+    zero: Floats,
+    in_flight: Floats,
+    first: Floats,
+    last: Floats,
+    present: Floats,
+) -> StageLoad:
+    shape = present.shape
+
+    def wide(column: Floats) -> Floats:
+        return np.broadcast_to(column[:, None], shape)
+
+    def worst(name: str) -> Floats:
+        out: Floats = np.where(counts > 0, work[name][key_at][:, None, :], 0.0).max(axis=2)
+        return out
+
+    spec = pricer.spec
+    autocast = np.array([float(work_key(layout).autocast) for layout in layouts])
+    tokens = np.array([layout.micro_batch * pricer.seq_len / layout.cp for layout in layouts])
+    parts = np.array(
+        [
+            layout.tp * (CHUNKED_LOSS_PARTS if layout.loss == "chunked" else 1)
+            if layout.loss != "eager" or layout.tp > 1
+            else 1
+            for layout in layouts
+        ]
+    )
+    message = tokens * spec.hidden_size * np.where(autocast > 0, 4.0, float(pricer.compute_bytes))
+    piped = np.array([float(layout.pp > 1) for layout in layouts])
+    # receive buffers of every micro-batch and their gradients, gradient buffers, and outputs in flight
+    boundary = wide(piped * message) * ((1.0 - first) * 2.0 * wide(m) + (1.0 - last) * (wide(m) + in_flight))
+    return StageLoad(
+        zero=wide(zero),
+        shards=np.maximum(table["shards"], 1.0),
+        micro_batches=wide(m),
+        in_flight=in_flight,
+        full=table["full"],
+        trainable=table["trainable"],
+        tensor=table["largest"],
+        root=table["root"],
+        root_trainable=table["root_trainable"],
+        block=table["block"],
+        block_trainable=table["block_trainable"],
+        cast=table["matmul"],
+        activations=per_stage("kept"),
+        recompute=worst("again"),
+        transient=worst("transient"),
+        boundary=boundary,
+        logits=last * wide(tokens * spec.vocab_size / parts),
+        storage=np.full(shape, float(STATE_BYTES[pricer.precision])),
+        compute=np.full(shape, float(COMPUTE_BYTES[pricer.precision])),
+        reduce=np.full(shape, float(STATE_BYTES[pricer.precision])),
+        autocast=wide(autocast),
+    )
+
+
+def _outside(pricer: Pricer, layouts: Sequence[Layout]) -> Floats:
+    groups = [1 + sum(d > 1 for d in (x.tp, x.pp, x.cp, x.dp_replicate, x.dp_shard, x.ep)) for x in layouts]
+    return outside_allocator(np.array(groups, dtype=np.float64), is_cpu=pricer.cluster.device.is_cpu)
+
+
+def _optimizer(pricer: Pricer, table: dict[str, Floats]) -> Floats:
+    """Return [layouts, stages] seconds of zeroing, norm, clip and AdamW on a rank's shard."""
+    scale = pricer.state_bytes / 4.0
+    local = table["trainable"] / np.maximum(table["shards"], 1.0)
+    rates = pricer.rates
+    measured = "optimizer_bytes_per_s" in pricer.cluster.measured
+    adam = ADAM_PROBE_BYTES if measured else ADAM_BYTES
+    out = local * scale * (adam / rates.optimizer_rate + NORM_BYTES / rates.copy_rate)
+    tensor_s = rates.optimizer_tensor_s + (6.0 * rates.op_s if not rates.overlaps else rates.op_s)
+    return out + table["trainable_tensors"] * tensor_s
+
+
+def _other(pricer: Pricer, layouts: Sequence[Layout]) -> Floats:
+    """Return the seconds of the two small all-reduces over the world, and of what a step does beside."""
+    rest = pricer.cluster.measured.get("seconds_per_step_overhead", 0.0)
+    known: dict[int, float] = {}
+    for layout in layouts:
+        if layout.world_size not in known:
+            world = strided_shape(layout.world_size, 1, pricer.cluster.gpus_per_node)
+            known[layout.world_size] = float(
+                pricer.times.seconds("all_reduce", 8.0, world)
+                + pricer.times.seconds("all_reduce", 24.0, world)
+            )
+    return np.array([known[layout.world_size] + rest for layout in layouts])
+
+
+def _tied_seconds(pricer: Pricer, layout: Layout) -> float:
+    """Return the seconds of summing a tied embedding's gradient between first and last stage."""
+    if layout.pp < 2:
+        return 0.0
+    table = pricer.spec.vocab_size * pricer.spec.hidden_size / layout.tp / max(1, layout.dp_shard)
+    shape = strided_shape(2, strides(layout)["pp"] * (layout.pp - 1), pricer.cluster.gpus_per_node)
+    return float(pricer.times.seconds("all_reduce", table * pricer.state_bytes, shape))
+
+
+def pipeline_seconds(
+    forward: Floats,
+    backward: Floats,
+    send: Floats,
+    m: Floats,
+    depth: Floats,
+    gpipe: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
+) -> Floats:
+    """Return [layouts] seconds from the first forward to the last backward, by closed form.
+
+    GPipe: fill and drain of both directions. 1F1B: the sum over stages once, then micro-batches at the pace of
+    the slowest stage, or of the slowest round trip where messages bind (at most p - i are in flight on stage i).
+    """
+    total: Floats = forward + backward
+    fill = total.sum(axis=1) + 2.0 * send * (depth - 1.0)
+    flood: Floats = fill + (m - 1.0) * (forward.max(axis=1) + backward.max(axis=1))
+    stages = total.shape[1]
+    tail: Floats = np.cumsum(total[:, ::-1], axis=1)[:, ::-1]
+    left: Floats = np.maximum(depth[:, None] - np.arange(stages)[None, :], 0.0)
+    trips: Floats = (tail + 2.0 * send[:, None] * np.maximum(left - 1.0, 0.0)) / np.maximum(left, 1.0)
+    cycle: Floats = np.where(left > 0, trips, 0.0).max(axis=1)
+    slowest: Floats = total.max(axis=1)
+    steady: Floats = fill + (m - 1.0) * np.maximum(slowest, cycle)
+    return np.where(gpipe, flood, steady)
+
+
+def share_of_cores(pricer: Pricer, makespan: Floats, busy: Floats, layouts: Sequence[Layout]) -> Floats:
+    """Return the factor on a pipeline's length on a CPU with fewer cores than ranks.
+
+    Rates are measured while all ranks compute; while some wait the others get their cores, so a bubble costs less.
+    """
+    cores = pricer.cluster.measured.get("cores")
+    if not pricer.cluster.device.is_cpu or not cores:
+        return np.ones_like(makespan)
+    world = np.array([float(layout.world_size) for layout in layouts])
+    depth = np.array([float(layout.pp) for layout in layouts])
+    active = busy.sum(axis=1) / np.maximum(makespan, 1e-12) * world / depth
+    return np.maximum(np.minimum(active, world), np.minimum(cores, world)) / world

@@ -1,0 +1,196 @@
+"""Bytes that one rank holds at its peak, by category: the larger of the moments of a step.
+
+The account follows what the runtime does. ``zero=0``: fp32 parameters, one fp32 gradient buffer per unit,
+Adam's two moments; bf16 and fp16 by autocast, whose weight casts live from a forward to its backward.
+``zero>=1`` (FSDP2): parameters rest sharded, padded to equal rows; stages 1 and 2 keep them gathered from the
+first forward to the last backward, stage 3 one unit at a time (two in backward, where the next is prefetched)
+beside the root unit, which is gathered around all blocks. Stage 1 keeps whole gradients in the reduce dtype
+until the last backward when it accumulates; stages 2 and 3 keep shards, and one unit's whole gradients
+with the buffer that is reduce-scattered.
+
+All quantities are NumPy columns (one element per layout and stage), so one formula serves a single
+prediction and a whole search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from meshwright.base.records import MemoryBytes
+from meshwright.cost.collective import Floats
+
+CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "logits", "working")
+
+LOSS_LOGITS_BYTES: Final = 12.0
+"""Bytes per logit at the loss: saved log-softmax, its gradient and the logits' gradient, all fp32."""
+
+CONTEXT_BYTES: Final = 0.75 * 2**30
+COMMUNICATOR_BYTES: Final = 0.15 * 2**30
+"""What a GPU holds beside the allocator: context and libraries, and each communicator (assumed)."""
+
+PEAK_SPREAD: Final = 0.03
+"""Relative standard deviation of the peak, allocator slack included (assumed until calibrated): the 1 % gate
+then stands at 0.935 of the memory, where out-of-memory rows of public sweeps separate best."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLoad:
+    """What a stage holds, in elements and bytes. ``full`` is padded to the shard group, after tp and ep.
+
+    Attributes:
+        zero, shards, micro_batches, in_flight: of the layout and its schedule.
+        full, trainable: elements of all units; ``tensor`` of the largest single tensor.
+        root, root_trainable, block, block_trainable: of the root unit and of the largest block.
+        cast: elements of matmul weights (which autocast casts).
+        activations: bytes that one micro-batch keeps until its backward.
+        recompute: bytes alive beside them while a block is recomputed.
+        transient: bytes of gradients of activations inside the largest block's backward.
+        boundary: bytes that the pipeline keeps for messages.
+        logits: elements of one micro-batch's logits on this rank (0 but on the last stage).
+        storage, compute, reduce: bytes per element at rest, computing, and when reduced.
+        autocast: 1 where weights are cast by autocast (zero = 0 in 16 bit), else 0.
+    """
+
+    zero: Floats
+    shards: Floats
+    micro_batches: Floats
+    in_flight: Floats
+    full: Floats
+    trainable: Floats
+    tensor: Floats
+    root: Floats
+    root_trainable: Floats
+    block: Floats
+    block_trainable: Floats
+    cast: Floats
+    activations: Floats
+    recompute: Floats
+    transient: Floats
+    boundary: Floats
+    logits: Floats
+    storage: Floats
+    compute: Floats
+    reduce: Floats
+    autocast: Floats
+
+
+def peak_memory(load: StageLoad, outside: Floats) -> dict[str, Floats]:
+    """Return bytes by category at the peak of the step, with ``peak`` their sum.
+
+    ``outside`` are the bytes beside the allocator, which are always there.
+    """
+    moments = _moments(load)
+    totals = np.stack([sum(m.values(), np.zeros_like(load.full)) for m in moments])
+    at = np.argmax(totals, axis=0)
+    out: dict[str, Floats] = {}
+    for name in CATEGORIES:
+        rows = np.stack([np.broadcast_to(m[name], load.full.shape) for m in moments])
+        out[name] = np.take_along_axis(rows, at[np.newaxis], axis=0)[0]
+    out["outside_allocator"] = np.broadcast_to(outside, load.full.shape)
+    out["peak"] = totals.max(axis=0) + outside
+    return out
+
+
+def _moments(x: StageLoad) -> list[dict[str, Floats]]:
+    sharded = x.zero >= 1
+    three = x.zero >= 3
+    accumulates = x.micro_batches > 1
+    none = np.zeros_like(x.full)
+    rest = x.storage * x.full / x.shards
+    kept = np.where(three, 0.0, x.compute * x.full)  # gathered from first forward to last backward
+    optimizer = 2.0 * x.storage * x.trainable / x.shards
+    gradient_shards = x.storage * x.trainable / x.shards
+    casts = x.autocast * x.compute * x.cast
+
+    parameters = rest + np.where(sharded, kept, 0.0)
+    # what accumulation has left when the last micro-batch is computed
+    held = np.where(
+        ~sharded,
+        x.storage * x.trainable,
+        np.where(
+            accumulates,
+            np.where(x.zero == 1, x.reduce * x.trainable, gradient_shards),
+            0.0,
+        ),
+    )
+    acts = x.in_flight * x.activations
+    # stage 3 in forward: root and one block gathered, with the flat buffer it was gathered into
+    forward_units = np.where(three, x.compute * (x.root + 2.0 * x.block), 0.0)
+    forward_units = forward_units + np.where(sharded & ~three, x.compute * np.maximum(x.block, 0.0), 0.0)
+    # in backward: root, the block and the prefetched next one
+    backward_units = np.where(three, x.compute * (x.root + 2.0 * x.block), 0.0)
+    loss = {
+        "parameters": parameters,
+        "gradients": held,
+        "optimizer": optimizer,
+        "activations": acts,
+        "logits": np.where(x.logits > 0, LOSS_LOGITS_BYTES * x.logits, 0.0),
+        "working": casts * x.in_flight + forward_units + x.boundary,
+    }
+    # the head's gradient, while the logits' gradient still lives
+    wide = np.where(x.compute < 4.0, x.compute + 4.0, x.compute)
+    head = {
+        "parameters": parameters,
+        "gradients": held,
+        "optimizer": optimizer,
+        "activations": acts,
+        "logits": wide * x.logits,
+        "working": casts * x.in_flight
+        + backward_units
+        + x.boundary
+        + np.where(x.logits > 0, wide * x.tensor, 0.0),
+    }
+    # the first block that backward visits: its gradients whole, the reduce buffers of it and its neighbour
+    root_gradient = np.where(sharded & (x.logits > 0), x.compute * x.root_trainable, 0.0)
+    unit = np.where(
+        sharded,
+        (x.compute + np.where((x.zero == 1) & accumulates, 0.0, 2.0 * x.reduce)) * x.block_trainable,
+        wide * np.minimum(x.tensor, x.block_trainable),
+    )
+    block = {
+        "parameters": parameters,
+        "gradients": held,
+        "optimizer": optimizer,
+        "activations": acts,
+        "logits": none,
+        "working": casts * x.in_flight
+        + backward_units
+        + x.boundary
+        + x.recompute
+        + x.transient
+        + root_gradient
+        + unit,
+    }
+    # the end of backward: this micro-batch's activations are gone, the root unit is reduced
+    last = np.where(sharded, gradient_shards, held)
+    end = {
+        "parameters": rest
+        + np.where(three, x.compute * x.root, 0.0)
+        + np.where(sharded & ~three, x.compute * x.root, 0.0),
+        "gradients": last,
+        "optimizer": optimizer,
+        "activations": acts - x.activations,
+        "logits": none,
+        "working": casts * (x.in_flight - 1.0)
+        + x.boundary
+        + np.where(
+            sharded,
+            (x.compute + x.reduce) * x.root_trainable + x.reduce * x.block_trainable,
+            wide * x.tensor,
+        ),
+    }
+    return [loss, head, block, end]
+
+
+def outside_allocator(groups: Floats, *, is_cpu: bool) -> Floats:
+    """Return the bytes that a device holds beside the allocator, with ``groups`` communicators (0 on a CPU)."""
+    return np.zeros_like(groups) if is_cpu else CONTEXT_BYTES + COMMUNICATOR_BYTES * groups
+
+
+def memory_record(columns: Mapping[str, Any]) -> MemoryBytes:
+    """Return the record of one element of ``peak_memory``'s columns."""
+    return MemoryBytes(**{name: round(float(columns[name])) for name in (*CATEGORIES, "outside_allocator")})

@@ -1,0 +1,406 @@
+"""The pieces that a step is made of: one block's, the embedding's and the head's work, each priced once.
+
+A piece depends on few keys of a layout (tp, cp, ep, micro-batch, recompute), so a search prices each distinct
+one once and puts columns together from them; a single prediction uses the same pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from math import ceil, prod
+
+from meshwright.cluster.spec import ClusterSpec
+from meshwright.cost.collective import CollectiveTimes, GroupShape, collective_times, strided_shape
+from meshwright.cost.rates import DeviceRates, attention_flops, device_rates
+from meshwright.layout.layout import Layout
+from meshwright.model.activations import saved_activations, saved_final_bytes
+from meshwright.model.sharding import rule, tp_local_shape
+from meshwright.model.spec import AttentionSpec, BlockSpec, ModelSpec, TensorSpec
+
+STATE_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}
+COMPUTE_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+COMPOSED_GELU = ("gelu_new", "gelu_fast")
+"""Activations that are written as several elementwise operations."""
+
+SELECTIVE_SHARE = 15.0 / 41.0
+"""Kept share under selective recompute: 13.5 to 15.5 of 41 s*b*h on Llama blocks (every second matmul output and
+the attention output kept)."""
+
+SHARD_OPS_PER_UNIT = 16
+SHARD_OPS_PER_TENSOR = 4
+"""Small operations that FSDP2 runs per gather or scatter of a unit, and per tensor in it."""
+
+
+def sharding_stage(layout: Layout) -> int:
+    """Return the ZeRO stage that has something to shard: 0 for a shard group of one rank."""
+    return layout.zero if layout.shard > 1 else 0
+
+
+@dataclass(frozen=True)
+class WorkKey:
+    """What a block's time and activations depend on beside the block itself."""
+
+    tp: int
+    sp: bool
+    cp: int
+    ep: int
+    micro_batch: int
+    recompute: str
+    autocast: bool
+
+
+def work_key(layout: Layout) -> WorkKey:
+    """Return the key of a layout."""
+    return WorkKey(
+        layout.tp,
+        layout.sp and layout.tp > 1,
+        layout.cp,
+        layout.ep,
+        layout.micro_batch,
+        layout.recompute,
+        sharding_stage(layout) == 0 and COMPUTE_BYTES[layout.precision] == 2,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Seconds and bytes of one micro-batch through one part of the model on one rank.
+
+    ``tensor``, ``context`` and ``expert`` are seconds of communication in forward + backward; ``recompute`` is
+    the extra forward. ``kept`` bytes stay until backward, ``again`` are alive while recomputing, ``transient``
+    are gradients of activations.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    recompute: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    kept: float = 0.0
+    again: float = 0.0
+    transient: float = 0.0
+    flops: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSize:
+    """Elements of one unit on one rank after tp and ep, padded to ``shards`` equal rows."""
+
+    full: float
+    trainable: float
+    largest: float
+    tensors: int
+    trainable_tensors: int
+    matmul: float
+
+
+def unit_tensor_shape(tensor: TensorSpec, attention: AttentionSpec, tp: int, ep: int) -> tuple[int, ...]:
+    """Return the sizes of a tensor on one rank of the tensor and expert axes."""
+    if tp == 1 and ep == 1:
+        return tensor.shape
+    shape = tp_local_shape(tensor, tp, attention, "replicate", ep)
+    if ep > 1 and tensor.role in ("expert_in", "expert_out") and rule(tensor).ep_dim is None:
+        return (max(1, shape[0] // ep), *shape[1:])
+    return shape
+
+
+def unit_size(
+    tensors: Sequence[TensorSpec],
+    trainable: Sequence[bool],
+    attention: AttentionSpec,
+    tp: int,
+    ep: int,
+    shards: int,
+) -> UnitSize:
+    """Return the elements of a unit: each tensor is padded on dim 0 to a multiple of ``shards``."""
+    full = trained = largest = matmul = 0.0
+    count = trained_count = 0
+    for tensor, trains in zip(tensors, trainable, strict=True):
+        shape = unit_tensor_shape(tensor, attention, tp, ep)
+        numel = float(prod(shape))
+        if shards > 1:
+            numel = ceil(shape[0] / shards) * shards * prod(shape[1:])
+        full += numel
+        count += 1
+        if trains:
+            trained += numel
+            trained_count += 1
+            largest = max(largest, numel)
+        if len(shape) >= 2 and tensor.role not in ("embedding", "position", "expert_in", "expert_out"):
+            matmul += prod(shape)
+    return UnitSize(
+        full=full,
+        trainable=trained,
+        largest=largest,
+        tensors=count,
+        trainable_tensors=trained_count,
+        matmul=matmul,
+    )
+
+
+def is_frozen(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a parameter's name matches one of the patterns of parameters that do not train."""
+    return any(fnmatch(name, pattern) or name == pattern for pattern in patterns)
+
+
+def _signature(block: BlockSpec) -> tuple[object, ...]:
+    tensors = tuple((t.shape, t.role, t.is_bias) for t in block.tensors)
+    return (block.kind, block.ffn_size, block.sliding_window, tensors)
+
+
+@dataclass
+class Pricer:
+    """Prices pieces of one model on one cluster at one sequence length and precision, each distinct one once.
+
+    Attributes:
+        kind_of: for each block, which of the distinct ``kinds`` of blocks it is.
+    """
+
+    spec: ModelSpec
+    cluster: ClusterSpec
+    seq_len: int
+    precision: str
+    rates: DeviceRates
+    times: CollectiveTimes
+    kinds: tuple[BlockSpec, ...]
+    kind_of: tuple[int, ...]
+    frozen: tuple[str, ...] = ()
+    _blocks: dict[tuple[int, WorkKey], Work] = field(default_factory=dict[tuple[int, WorkKey], Work])
+    _ends: dict[tuple[str, WorkKey, str], Work] = field(default_factory=dict[tuple[str, WorkKey, str], Work])
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes per element of the compute dtype."""
+        return COMPUTE_BYTES[self.precision]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes per element of parameters, gradients and each moment at rest."""
+        return STATE_BYTES[self.precision]
+
+    def tp_shape(self, tp: int) -> GroupShape:
+        """Return the shape of a tp group, the innermost axis."""
+        return strided_shape(tp, 1, self.cluster.gpus_per_node)
+
+    def block(self, kind: int, key: WorkKey) -> Work:
+        """Return the work of one micro-batch through a block of this kind."""
+        if (kind, key) not in self._blocks:
+            self._blocks[kind, key] = self._price_block(self.kinds[kind], key)
+        return self._blocks[kind, key]
+
+    def embedding(self, key: WorkKey) -> Work:
+        """Return the work of one micro-batch through the embedding."""
+        slot = ("embedding", key, "")
+        if slot not in self._ends:
+            tokens = key.micro_batch * self.seq_len / key.cp
+            wide = self._residual_bytes(key)
+            read = 2.0 * tokens * self.spec.hidden_size * wide
+            table = float(self.spec.vocab_size * self.spec.hidden_size) / key.tp
+            tensor = self._tp_pair(key, 1)
+            self._ends[slot] = Work(
+                forward=read / self.rates.copy_rate + 8 * self.rates.op_s,
+                # a dense gradient of the table is zeroed, scattered into and added
+                backward=(read + 3.0 * table * wide) / self.rates.copy_rate + 6 * self.rates.backward_op_s,
+                tensor=tensor,
+            )
+        return self._ends[slot]
+
+    def head(self, key: WorkKey, loss: str = "eager") -> Work:
+        """Return the work of one micro-batch through final norm, head and loss."""
+        slot = ("head", key, loss)
+        if slot not in self._ends:
+            tokens = key.micro_batch * self.seq_len / key.cp
+            h, v = float(self.spec.hidden_size), float(self.spec.vocab_size) / key.tp
+            c = self.compute_bytes
+            r = self.rates
+            logits = tokens * v
+            norm = 6.0 * tokens * h * max(4, c)
+            copy = (c + 4.0) if c < 4 else 0.0  # a float32 copy of 16-bit logits
+            forward = r.matmul_s(tokens, h, v) + (norm + logits * (copy + 16.0)) / r.copy_rate
+            backward = r.matmul_s(tokens, v, h) + r.matmul_s(v, tokens, h)
+            backward += (2.0 * norm + logits * (copy + 20.0)) / r.copy_rate
+            again = r.matmul_s(tokens, h, v) if loss == "chunked" else 0.0
+            self._ends[slot] = Work(
+                forward=forward + 14 * r.op_s,
+                backward=backward + 14 * r.backward_op_s,
+                recompute=again,
+                tensor=self._tp_pair(key, 1),
+                kept=saved_final_bytes(self.spec, self.seq_len, key.micro_batch, c, self._residual_bytes(key))
+                / (key.cp * (key.tp if key.sp else 1)),
+                flops=6.0 * tokens * h * v,
+            )
+        return self._ends[slot]
+
+    def _tp_pair(self, key: WorkKey, per_block: int) -> float:
+        """Return seconds of tp communication, forward + backward, of ``per_block`` column-row pairs."""
+        if key.tp < 2:
+            return 0.0
+        shape = self.tp_shape(key.tp)
+        num_bytes = key.micro_batch * self.seq_len / key.cp * self.spec.hidden_size * self.compute_bytes
+        if key.sp:
+            gather = float(self.times.seconds("all_gather", num_bytes, shape))
+            scatter = float(self.times.seconds("reduce_scatter", num_bytes, shape))
+            return per_block * 2.0 * (gather + scatter)
+        return per_block * 2.0 * float(self.times.seconds("all_reduce", num_bytes, shape))
+
+    def _price_block(self, block: BlockSpec, key: WorkKey) -> Work:
+        spec, r, c = self.spec, self.rates, self.compute_bytes
+        tokens = key.micro_batch * self.seq_len / key.cp
+        forward = backward = flops = 0.0
+        linears = 0
+        for tensor in block.tensors:
+            if len(tensor.shape) < 2 or tensor.role in ("norm", "position"):
+                continue
+            ahead, behind, work, calls = self._matmul(tensor, block, tokens, key)
+            forward += ahead
+            backward += behind
+            flops += work
+            linears += calls
+        heads = spec.num_heads / key.tp
+        width = (spec.attention.head_dim + (spec.attention.value_head_dim or spec.attention.head_dim)) / 2
+        seen = min(self.seq_len, block.sliding_window or self.seq_len)
+        # with cp each rank has 1/cp of the queries against all keys
+        ahead, behind = r.attention_s(key.micro_batch, heads, float(self.seq_len), width)
+        share = (seen / self.seq_len) * (2.0 - seen / self.seq_len) / key.cp
+        forward += ahead * share
+        backward += behind * share
+        flops += 3.0 * attention_flops(key.micro_batch, heads, float(self.seq_len), width) * share
+        whole = self._saved(block, key)
+        # a kept tensor is written once and read about once in forward, read and its gradient written in backward
+        forward += 2.0 * whole / r.copy_rate
+        backward += 4.0 * whole / r.copy_rate
+        ops, nodes = self._operations(block, linears, key)
+        if r.overlaps:  # a GPU runs kernels while the host launches the next ones
+            forward, backward = max(forward, ops * r.op_s), max(backward, nodes * r.backward_op_s)
+        else:
+            forward, backward = forward + ops * r.op_s, backward + nodes * r.backward_op_s
+        tensor_s = self._tp_pair(key, 2)
+        again = {"none": 0.0, "full": 1.0, "selective": 0.5}[key.recompute]
+        if key.recompute == "full":
+            tensor_s *= 1.5
+        wide = self._residual_bytes(key)
+        kept = {
+            "none": whole,
+            "full": tokens * spec.hidden_size * wide / (key.tp if key.sp else 1),
+            "selective": whole * SELECTIVE_SHARE,
+        }[key.recompute]
+        widest = max(block.ffn_size, block.moe.ffn_size * block.moe.experts_per_token if block.moe else 0)
+        return Work(
+            forward=forward,
+            backward=backward,
+            recompute=again * forward,
+            tensor=tensor_s,
+            context=self._context(key, ahead * share, behind * share),
+            expert=self._expert(block, key, tokens),
+            kept=kept,
+            again=whole if key.recompute != "none" else 0.0,
+            transient=tokens * c * (3.0 * widest / key.tp + 2.0 * spec.hidden_size),
+            flops=flops,
+        )
+
+    def _matmul(
+        self, tensor: TensorSpec, block: BlockSpec, tokens: float, key: WorkKey
+    ) -> tuple[float, float, float, int]:
+        """Return (forward s, backward s, model FLOPs forward + backward, matmul calls) of one matrix."""
+        r = self.rates
+        m, calls = tokens, 1.0
+        if tensor.role in ("expert_in", "expert_out"):
+            assert block.moe is not None
+            # each expert gets its share of the routed tokens of all ranks that own a copy of it
+            m = tokens * block.moe.experts_per_token * key.ep / block.moe.num_experts
+            n, k = unit_tensor_shape(tensor, self.spec.attention, key.tp, 1)[-2:]
+            calls = (tensor.shape[0] if len(tensor.shape) == 3 else 1) / key.ep
+        else:
+            n, k = unit_tensor_shape(tensor, self.spec.attention, key.tp, key.ep)[-2:]
+        forward = calls * r.matmul_s(m, k, n)
+        backward = calls * (r.matmul_s(m, n, k) + r.matmul_s(n, m, k))
+        return forward, backward, calls * 6.0 * m * k * n, max(1, round(calls))
+
+    def _residual_bytes(self, key: WorkKey) -> int:
+        return 4 if key.autocast else self.compute_bytes
+
+    def _saved(self, block: BlockSpec, key: WorkKey) -> float:
+        """Return the bytes that a block keeps on one rank when nothing is recomputed."""
+        across = key.tp if key.sp else 1
+        share = {"tp": key.tp, "sequence": across, "column_input": across}
+        saved = saved_activations(
+            self.spec,
+            block,
+            self.seq_len,
+            key.micro_batch,
+            self.compute_bytes,
+            "flash",
+            self._residual_bytes(key),
+        )
+        return sum(s.num_bytes / share[s.along] for s in saved) / key.cp
+
+    def _operations(self, block: BlockSpec, linears: int, key: WorkKey) -> tuple[float, float]:
+        """Return the small operations of a forward, and the autograd nodes of a backward."""
+        norms = sum(1 for t in block.tensors if t.role == "norm" and not t.is_bias)
+        composed = self.spec.norm == "rmsnorm"
+        forward = norms * (7 if composed else 1) + linears + 12
+        backward = norms * (7 if composed else 1) + 2 * linears + 10
+        if self.spec.attention.rope:
+            forward += 16
+            backward += 14
+        extra = 8 if self.spec.activation in COMPOSED_GELU else (2 if self.spec.gated_mlp else 1)
+        forward += extra
+        backward += extra
+        if key.autocast:
+            forward += 2 * linears
+            backward += 2 * linears
+        return float(forward), float(backward)
+
+    def _context(self, key: WorkKey, forward: float, backward: float) -> float:
+        """Return exposed seconds of the ring exchange of keys and values, one hop hidden behind each chunk."""
+        if key.cp < 2:
+            return 0.0
+        shape = strided_shape(key.cp, key.tp, self.cluster.gpus_per_node)
+        kv = 2.0 * key.micro_batch * self.seq_len / key.cp * max(1.0, self.spec.num_kv_heads / key.tp)
+        hop = float(self.times.seconds("send", kv * self.spec.attention.head_dim * self.compute_bytes, shape))
+        hops = key.cp - 1
+        if not self.rates.overlaps:
+            return 3.0 * hops * hop
+        return hops * (max(0.0, hop - forward / key.cp) + max(0.0, 2.0 * hop - backward / key.cp))
+
+    def _expert(self, block: BlockSpec, key: WorkKey, tokens: float) -> float:
+        """Return seconds of the four all-to-alls (dispatch and combine, forward and backward)."""
+        if block.moe is None or key.ep < 2:
+            return 0.0
+        shape = strided_shape(key.ep, key.tp, self.cluster.gpus_per_node)
+        num_bytes = tokens * block.moe.experts_per_token * self.spec.hidden_size * self.compute_bytes
+        return 4.0 * float(self.times.seconds("all_to_all", num_bytes, shape))
+
+
+def make_pricer(
+    spec: ModelSpec, cluster: ClusterSpec, seq_len: int, precision: str, frozen: Sequence[str] = ()
+) -> Pricer:
+    """Return the pricer of a model on a cluster.
+
+    Raises:
+        MeshwrightError: E405 when a rate that time needs is not known.
+    """
+    found: dict[tuple[object, ...], int] = {}
+    kinds: list[BlockSpec] = []
+    kind_of: list[int] = []
+    for block in spec.blocks:
+        signature = _signature(block)
+        if signature not in found:
+            found[signature] = len(kinds)
+            kinds.append(block)
+        kind_of.append(found[signature])
+    return Pricer(
+        spec=spec,
+        cluster=cluster,
+        seq_len=seq_len,
+        precision=precision,
+        rates=device_rates(cluster, precision),
+        times=collective_times(cluster),
+        kinds=tuple(kinds),
+        kind_of=tuple(kind_of),
+        frozen=tuple(frozen),
+    )

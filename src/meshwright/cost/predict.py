@@ -1,0 +1,204 @@
+"""One layout priced exactly: its schedule's rows on the clock, its memory per stage, its time by cause."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from meshwright.base.errors import MeshwrightError, problem, refuse
+from meshwright.base.records import MemoryBytes, Prediction, RankRecord, TimeSeconds
+from meshwright.cluster.spec import ClusterSpec
+from meshwright.cost.fast import Columns, columns
+from meshwright.cost.memory import PEAK_SPREAD, memory_record, peak_memory
+from meshwright.cost.pieces import Pricer, make_pricer
+from meshwright.layout.batch import Batch
+from meshwright.layout.layout import Layout
+from meshwright.layout.ranks import coordinates
+from meshwright.model.counts import flops_per_token
+from meshwright.model.spec import ModelSpec
+from meshwright.schedule.actions import Schedule
+from meshwright.schedule.clock import Clock, run_clock
+
+BAND_QUANTILE: Final = 1.2816
+"""Standard deviations on each side of an 80 % band."""
+DATASHEET_SPREAD: Final = 0.25
+PROBED_SPREAD: Final = 0.12
+"""Standard deviation of the log of predicted over measured time (assumed until calibrated)."""
+OOM_GATE: Final = 0.01
+"""A layout is said to fit when it runs out of memory with at most this probability."""
+MAX_RANK_RECORDS: Final = 64
+
+
+def check_world(layout: Layout, cluster: ClusterSpec) -> None:
+    """Refuse a layout that has another number of ranks than the cluster has devices (E407)."""
+    if layout.world_size != cluster.num_gpus:
+        raise MeshwrightError(
+            problem(
+                "E407",
+                where="layout",
+                found=f"{layout.world_size} ranks (dp {layout.dp} x tp {layout.tp} x pp {layout.pp} x cp {layout.cp}) "
+                f"on {cluster.num_gpus} devices of {cluster.name}",
+                do=f"--gpus {layout.world_size}, or degrees whose product is {cluster.num_gpus}",
+            )
+        )
+
+
+def oom_probability(peak_bytes: float, capacity_bytes: float) -> float:
+    """Return the probability that the peak exceeds the device's memory, by the assumed spread of the peak."""
+    if peak_bytes <= 0:
+        return 0.0
+    return 0.5 * math.erfc((capacity_bytes / peak_bytes - 1.0) / PEAK_SPREAD / math.sqrt(2.0))
+
+
+def fits(prediction: Prediction) -> bool:
+    """Return whether the prediction's probability of running out of memory is at most 1 %."""
+    return prediction.oom_probability <= OOM_GATE
+
+
+def predict(
+    spec: ModelSpec,
+    plan_layout: Layout,
+    batch: Batch,
+    schedule: Schedule,
+    cluster: ClusterSpec,
+    frozen: Sequence[str] = (),
+) -> Prediction:
+    """Return what one optimizer step of ``plan_layout`` costs on ``cluster``.
+
+    Raises:
+        MeshwrightError: E405 a figure is not known, E407 another number of ranks, E408 above the peak.
+    """
+    check_world(plan_layout, cluster)
+    pricer = make_pricer(spec, cluster, batch.seq_len, plan_layout.precision, frozen)
+    return predict_with(pricer, plan_layout, batch, schedule)
+
+
+def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedule) -> Prediction:
+    """Return the prediction, pricing pieces with ``pricer`` (which keeps what it has priced)."""
+    cols = columns(pricer, [layout], [batch])
+    depth = layout.pp
+    forward = [float(x) for x in cols.forward[0, :depth]]
+    backward = [float(x) for x in cols.backward[0, :depth]]
+    send = float(cols.send[0])
+    clock = run_clock(schedule, forward, backward, send)
+    without = run_clock(schedule, forward, backward) if send else clock
+    m = float(batch.accumulation)
+    busy = [m * (f + b) for f, b in zip(forward, backward, strict=True)]
+    slowest = max(range(depth), key=lambda s: busy[s])
+    length = clock.makespan_s * contention(clock, pricer.cluster, layout)
+    bare = without.makespan_s * contention(without, pricer.cluster, layout)
+    once = float(cols.once[0].max())
+    at = (0, slowest)
+    extra_data = once - float(cols.once[at])
+    # on a CPU with fewer cores than ranks a whole step can be shorter than one rank's measured share
+    scale = min(1.0, bare / busy[slowest]) if busy[slowest] else 1.0
+    per_step = float(cols.data[at]) - float(cols.once[at])
+    time = TimeSeconds(
+        compute=float(cols.compute[at]) * scale,
+        recompute=float(cols.recompute[at]) * scale,
+        tensor=float(cols.tensor[at]) * scale,
+        context=float(cols.context[at]) * scale,
+        expert=float(cols.expert[at]) * scale,
+        data=per_step * scale + float(cols.once[at]) + extra_data,
+        pipeline=max(0.0, length - bare),
+        bubble=max(0.0, bare - busy[slowest] * scale),
+        optimizer=float(cols.optimizer[0]),
+        other=float(cols.other[0]),
+    )
+    step_s = time.total
+    stages = stage_memory(cols, clock.peak_in_flight)
+    peak = max(range(depth), key=lambda s: stages[s].total)
+    world = layout.world_size
+    spec = pricer.spec
+    flops = flops_per_token(spec, pricer.seq_len).causal * batch.tokens
+    rate = flops / step_s / world
+    ceiling = pricer.cluster.device.peak_flops.get(pricer.precision)
+    mfu = None if ceiling is None else 100.0 * rate / ceiling.value
+    if mfu is not None and mfu > 100.0:
+        refuse(
+            [problem("E408", where=f"device {pricer.cluster.device.name}", found=f"{mfu:.1f} % of the peak")]
+        )
+    spread = PROBED_SPREAD if pricer.cluster.measured else DATASHEET_SPREAD
+    memory = pricer.cluster.device.memory
+    sources = (
+        *pricer.rates.sources,
+        f"memory: {memory.source} ({memory.kind})",
+        f"link inside a node: {pricer.cluster.intra.rate.source} ({pricer.cluster.intra.rate.kind})",
+        *_between(pricer.cluster),
+        f"band: 80 %, assumed spread of {100 * spread:.0f} % until calibrated; "
+        f"peak: assumed spread of {100 * PEAK_SPREAD:.0f} %",
+    )
+    return Prediction(
+        step_time_s=step_s,
+        tokens_per_s_per_gpu=batch.tokens / step_s / world,
+        model_tflops_per_gpu=rate / 1e12,
+        mfu_pct=mfu,
+        flops_convention="causal",
+        bubble_share_of_total=time.bubble / step_s,
+        memory=stages[peak],
+        time=time,
+        ranks=rank_records(layout, stages),
+        step_time_low_s=step_s * math.exp(-BAND_QUANTILE * spread),
+        step_time_high_s=step_s * math.exp(BAND_QUANTILE * spread),
+        oom_probability=oom_probability(stages[peak].total, memory.value),
+        hidden_s={"data": float(cols.hidden[at])},
+        sources=sources,
+    )
+
+
+def _between(cluster: ClusterSpec) -> tuple[str, ...]:
+    if cluster.inter is None or cluster.num_nodes < 2:
+        return ()
+    return (f"link between nodes: {cluster.inter.rate.source} ({cluster.inter.rate.kind})",)
+
+
+def contention(clock: Clock, cluster: ClusterSpec, layout: Layout) -> float:
+    """Return the factor on the clock's length on a CPU with fewer cores than ranks, else 1.
+
+    A CPU's rates are measured while every rank computes. While only some stages are active, each gets a larger share
+    of the cores: a slice of the clock in which ``a`` ranks compute takes max(a, cores) / ranks of its length.
+    """
+    cores = cluster.measured.get("cores")
+    world = layout.world_size
+    if not cluster.device.is_cpu or not cores or layout.pp == 1 or cores >= world or not clock.makespan_s:
+        return 1.0
+    replicas = world / layout.pp
+    edges: list[tuple[float, int]] = []
+    for span in clock.spans:
+        edges += [(span.start_s, 1), (span.end_s, -1)]
+    edges.sort()
+    length = last = 0.0
+    active = 0
+    for when, change in edges:
+        length += (when - last) * max(active * replicas, cores) / world
+        last, active = when, active + change
+    return length / clock.makespan_s
+
+
+def stage_memory(cols: Columns, peak_in_flight: Sequence[int], row: int = 0) -> list[MemoryBytes]:
+    """Return each stage's memory at its peak with the in-flight micro-batches that the clock saw."""
+    depth = len(peak_in_flight)
+    held = np.array(cols.load.in_flight)
+    held[row, :depth] = peak_in_flight
+    found = peak_memory(replace(cols.load, in_flight=held), cols.outside)
+    return [memory_record({name: found[name][row, s] for name in found}) for s in range(depth)]
+
+
+def rank_records(layout: Layout, stages: Sequence[MemoryBytes]) -> tuple[RankRecord, ...]:
+    """Return one record per rank up to 64 ranks, else one per stage (its first rank)."""
+    world = layout.world_size
+    out: list[RankRecord] = []
+    seen: set[int] = set()
+    for rank in range(world):
+        stage = coordinates(layout, rank)["pp"]
+        if world > MAX_RANK_RECORDS and stage in seen:
+            continue
+        seen.add(stage)
+        out.append(RankRecord(rank=rank, stage=stage, memory=stages[stage]))
+        if world > MAX_RANK_RECORDS and len(seen) == layout.pp:
+            break
+    return tuple(out)
