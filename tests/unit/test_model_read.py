@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshwright.base.codes.model import CODES as MODEL_CODES
 from meshwright.base.errors import MeshwrightError
 from meshwright.model.describe import block_lines, describe
+from meshwright.model.families import BY_MODEL_TYPE
 from meshwright.model.read_hf import read_model, spec_from_config
 
 LLAMA: dict[str, Any] = {
@@ -89,6 +92,69 @@ def test_binary_file_is_refused(tmp_path: Path) -> None:
     assert [p.code for p in codes_of(tmp_path).problems] == ["E121"]
 
 
+@pytest.mark.parametrize("target", ["x" * 5000, "a\0b", "~nobody-here/x", ""])
+def test_names_no_file_can_have_are_not_found(target: str) -> None:
+    assert codes_of(target).problems[0].code == "E120"
+
+
+def test_a_number_too_long_to_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": ' + "9" * 5000 + "}")
+    assert [p.code for p in codes_of(tmp_path).problems] == ["E121"]
+
+
+_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 24),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=3),
+    st.lists(st.one_of(st.integers(-1, 3), st.text(max_size=2)), max_size=3),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+)
+_BASE = LLAMA | {
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "n_embd": 8,
+    "n_head": 2,
+    "n_layer": 2,
+    "n_positions": 16,
+    "ffn_dim": 16,
+    "layer_types": None,
+    "sliding_window": 4,
+    "head_dim": 2,
+    "q_lora_rank": 4,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 16,
+    "tie_word_embeddings": True,
+    "auto_map": {},
+    "quantization_config": {},
+    "architectures": [],
+    "text_config": {},
+}
+
+
+@given(
+    st.sampled_from(sorted(BY_MODEL_TYPE)),
+    st.dictionaries(st.sampled_from(sorted(_BASE)), _VALUES, max_size=4),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_config_is_read_or_refused_with_a_code(kind: str, changes: dict[str, Any]) -> None:
+    config = _BASE | {"model_type": kind} | changes
+    spec, codes = None, set[str]()
+    try:
+        spec = spec_from_config(config, "any")
+    except MeshwrightError as error:
+        codes = {p.code for p in error.problems}
+    assert (spec is None) == bool(codes)
+    assert codes <= {"E122", "E123", "E124", "E125"}
+    if spec is not None:
+        assert all(size > 0 for t in spec.tensors() for size in t.shape)
+        assert describe(spec)["num_parameters"] > 0
+
+
 def test_byte_order_mark_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8-sig")
     assert read_model(str(tmp_path)).hidden_size == 8
@@ -156,7 +222,7 @@ def test_whole_floats_are_sizes_and_null_means_default() -> None:
 
 
 def test_unknown_model_type_names_the_nearest() -> None:
-    found = problems(LLAMA | {"model_type": "lama"})
+    found = problems(LLAMA | {"model_type": "llamas"})
     assert "llama" in found["E124"]
     found = problems(LLAMA | {"model_type": None, "architectures": ["LlamaForCausalLMs"]})
     assert "LlamaForCausalLM" in found["E124"]

@@ -26,14 +26,14 @@ def read_model(target: str) -> ModelSpec:
         MeshwrightError: E120 not found, E121 not a JSON object, E122 fields missing, E123 wrong values,
             E124 unknown model type, E125 variant not built; all findings of the config at once.
     """
-    path = Path(target).expanduser()
-    if path.is_dir():
+    path = _existing(target)
+    if path is not None and path.is_dir():
         path = path / "config.json"
         if not path.is_file():
             raise MeshwrightError(
                 problem("E120", where=target, found="this folder holds no config.json", do=_folder_hint(path))
             )
-    if path.is_file():
+    if path is not None:
         folder = path.resolve().parent.name
         name = folder if path.name == "config.json" and folder else path.stem
         return spec_from_config(read_config(path), name, source=str(target))
@@ -50,6 +50,14 @@ def read_model(target: str) -> ModelSpec:
             do=f"did you mean {' | '.join(like)}" if like else "",
         )
     )
+
+
+def _existing(target: str) -> Path | None:
+    try:
+        path = Path(target).expanduser()
+        return path if path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # a name no file can have, or an unknown user after ~
+        return None
 
 
 def _folder_hint(path: Path) -> str:
@@ -69,7 +77,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
     except json.JSONDecodeError as error:
         found = f"line {error.lineno}, column {error.colno}: {error.msg}"
         raise MeshwrightError(problem("E121", where=str(path), found=found)) from None
-    except (UnicodeDecodeError, RecursionError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         found = f"{type(error).__name__}: {error}"
         raise MeshwrightError(problem("E121", where=str(path), found=found)) from None
     if not isinstance(value, dict):
@@ -87,7 +95,7 @@ def spec_from_config(config: Mapping[str, Any], name: str, source: str = "") -> 
         MeshwrightError: E122, E123, E124 or E125.
     """
     inner = _mapping(config.get("text_config"))
-    nested = inner is not None and inner.get("model_type", config.get("model_type")) in BY_MODEL_TYPE
+    nested = inner is not None and str(inner.get("model_type", config.get("model_type"))) in BY_MODEL_TYPE
     part = inner if inner is not None and nested else config
     family = _family(part, config, name)
     fields = Fields(part, name)
