@@ -116,7 +116,7 @@ def test_e602_empty_file_folder_and_white_space(tmp_path: Path) -> None:
     ("content", "offset", "wrong", "what"),
     [
         (b"abc\0def", 3, 1, "a NUL byte"),
-        (b"caf\xe9 au lait", 3, 1, "a byte that is not UTF-8"),
+        (b"Stra\xdfe nach Rom", 4, 1, "a byte that is not UTF-8"),
         (b"x" * (1 << 20) + b"\xe8\xaa", 1 << 20, 2, "a byte that is not UTF-8"),
         (b"x" * ((1 << 20) - 1) + "語".encode() + b"\xff", (1 << 20) + 2, 1, "a byte that is not UTF-8"),
         (b"\xff\xfea\0b\0", 0, 6, "a UTF-16 byte order mark"),
@@ -179,14 +179,14 @@ def test_json_file_of_object_lines_is_jsonl_and_another_is_text(tmp_path: Path) 
 def test_e604_names_each_broken_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(
-        b'{"text": "fine"}\n{"text": "cut o\n[1]\n{"text": "\\ud800"}\n{"text": "caf\xe9"}\n{"text": "x"}\n'
+        b'{"text": "fine"}\n{"text": "cut o\n[1]\n{"text": "\\ud800"}\n{"text": "Stra\xdfe"}\n{"text": "x"}\n'
     )
     problems = refused(path)
     assert [(p.code, p.where) for p in problems] == [("E604", f"{path}:{n}") for n in (2, 3, 4, 5)]
     assert "not JSON" in problems[0].found
     assert problems[1].found == "a list instead of an object"
     assert "surrogate" in problems[2].found
-    assert problems[3].found == "not UTF-8 at byte 13 of the line"
+    assert problems[3].found == "not UTF-8 at byte 14 of the line"
 
 
 def test_e605_lists_the_fields_there_are(tmp_path: Path) -> None:

