@@ -70,7 +70,15 @@ def build_mesh(layout: Layout, rank: int, device_type: str = "cpu", *, tied: boo
     if layout.world_size == 1:
         return MeshView(layout, rank, coords, None, {}, device)
     shape = {axis: n for axis, n in mesh_shape(layout).items() if n > 1}
-    mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    if len(shape) == 1:
+        # torch would use the default group for an axis over all ranks. It numbers what runs on a group, and the
+        # messages of a pipeline would make those numbers differ over ranks: sums over the world stay apart.
+        whole = dist.new_group(list(range(layout.world_size)))
+        mesh = DeviceMesh.from_group(
+            whole, device_type, mesh=torch.arange(layout.world_size), mesh_dim_names=tuple(shape)
+        )
+    else:
+        mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     groups: dict[str, dist.ProcessGroup] = {axis: mesh.get_group(axis) for axis in shape}
     world = dist.group.WORLD
     assert world is not None

@@ -31,6 +31,8 @@ from meshwright.train.data import synthetic_batch
 from meshwright.train.optim import Rate
 
 Show = Callable[[str], None]
+Execute = Callable[[Callable[[RankFacts, Any], Any], int, Any], list[Any]]
+"""Runs a function on a number of ranks with a payload and returns the results by rank."""
 DEFAULT_SEQ_LEN = 32
 TIMEOUT_S = 900.0
 
@@ -69,6 +71,10 @@ def _proof_rank(facts: RankFacts, work: _Work) -> RankProof:
     return prove_rank(facts.rank, work.task, facts.at)
 
 
+def _on_local_ranks(worker: Callable[[RankFacts, Any], Any], nproc: int, work: Any) -> list[Any]:
+    return run_local(worker, nproc, work, timeout_s=TIMEOUT_S, preload=("transformers",))
+
+
 def proof_plan(
     spec: ModelSpec,
     layout: Layout,
@@ -101,6 +107,7 @@ def run_proof(
     show: Show,
     fault: Fault | None = None,
     batches: Sequence[TokenBatch] | None = None,
+    execute: Execute = _on_local_ranks,
 ) -> dict[str, Any]:
     """Run the reference and then the plan on local ranks, and return the verdict.
 
@@ -125,7 +132,7 @@ def run_proof(
 
         def reference(name: str, recipe: Recipe) -> Reference:
             work = _Work(recipe=recipe, task=None, spec=spec, batches=data, folder=str(Path(folder) / name))
-            return run_local(_reference_rank, 1, work, timeout_s=TIMEOUT_S)[0]
+            return execute(_reference_rank, 1, work)[0]
 
         show(f"one device, float64: {steps} steps of {batch.global_batch} x {batch.seq_len} tokens")
         truth = reference("fp64", recipe)
@@ -151,7 +158,7 @@ def run_proof(
             fault=fault,
         )
         work = _Work(recipe=None, task=task, spec=spec, batches=data, folder=folder)
-        proofs: list[RankProof] = run_local(_proof_rank, plan.world_size, work, timeout_s=TIMEOUT_S)
+        proofs: list[RankProof] = execute(_proof_rank, plan.world_size, work)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     tied = {t.name: t.tied_to for t in spec.tensors() if t.tied_to is not None}

@@ -229,9 +229,13 @@ def train_command(
     for line in _announce(plan, spec):
         show(line)
     cache = cache_folder()
+    weights = load_pretrained(run.model.weights, spec, cache, show) if run.model.weights else None
+    tokenizer = run.data.tokenizer
+    if tokenizer is None and weights is not None:
+        tokenizer = str(weights.tokenizer_folder) if weights.tokenizer_folder is not None else None
     data = prepare_tokens(
         run.data.path,
-        tokenizer=run.data.tokenizer,
+        tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
         seq_len=run.data.seq_len,
         eval_fraction=run.data.eval_fraction,
@@ -240,7 +244,6 @@ def train_command(
         show=show,
     )
     refuse(check_samples(data, run.batch.sequences))
-    weights = load_pretrained(run.model.weights, spec, cache, show) if run.model.weights else None
     if dry_run:
         return {"run_dir": str(folder), "dry_run": True, "plan": plan_to_dict(plan)}
     record = {

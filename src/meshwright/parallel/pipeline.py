@@ -104,6 +104,9 @@ class Pipeline:
             rank: [_Action.from_str(str(a)) for a in row] for rank, row in enumerate(self.rows)
         }
         self._runtime._prepare_schedule_with_comms(rows, format="compute_comms")
+        self._stage.has_backward = True
+        # Peers agree on static shapes now, so that no step of the run has other messages than the rows say.
+        self._runtime._initialize_stages((tokens,) if self.is_first else (), {}, None)
         self._group = group
         self._module = module
         self._hidden = hidden
@@ -145,6 +148,7 @@ class Pipeline:
         self.executed.clear()
         self._scale = scale
         self._sums = []
+        self._stage.clear_runtime_states()
         args = [(x,) if self.is_first else () for x in inputs_ABT]
         kwargs = [{"labels": y} if self.is_last else {} for y in labels_ABT]
         self._runtime._step_microbatches(

@@ -18,6 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward that is running now has ended (a private hook of autograd, as in FSDP2)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class FlatUnit:
     """The trainable parameters of one unit and the flat buffer that holds their gradients."""
 
@@ -38,6 +43,7 @@ class FlatUnit:
         """Make every ``param.grad`` the view of the buffer, keeping a gradient that stands elsewhere."""
         for p, view in zip(self.params, self.views, strict=True):
             if p.grad is None:
+                view.zero_()
                 p.grad = view
             elif p.grad.data_ptr() != view.data_ptr():
                 view.copy_(p.grad)
@@ -71,6 +77,8 @@ class Replicate:
         self.sync = False
         self._next = len(self.units) - 1
         self._works: list[dist.Work] = []
+        self._finish_with_backward = False
+        self._queued = False
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(unit)) for unit in self.units for p in unit.params
         ]
@@ -78,6 +86,9 @@ class Replicate:
     def _hook(self, unit: FlatUnit) -> Callable[[Tensor], None]:
         def on_gradient(_: Tensor) -> None:
             if self.sync and self.group is not None:
+                if self._finish_with_backward and self._next == len(self.units) - 1 and not self._queued:
+                    self._queued = True
+                    queue_after_backward(self._end_of_backward)
                 unit.pending -= 1
                 self._launch_ready()
 
@@ -93,6 +104,15 @@ class Replicate:
         assert work is not None
         self._works.append(work)
         self._next -= 1
+
+    def finish_with_backward(self) -> None:
+        """Finish by itself at the end of every synchronising backward (a user's own loop calls no ``finish``)."""
+        self._finish_with_backward = True
+
+    def _end_of_backward(self) -> None:
+        self._queued = False
+        self.finish()
+        self.before_backward(last=True)
 
     def zero_grad(self) -> None:
         """Set all gradients to zero."""

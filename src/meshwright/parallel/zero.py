@@ -61,8 +61,11 @@ def shard(
     *,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
+    average: bool = False,
 ) -> Zero:
     """Shard ``root`` over ``mesh`` (1-D dp_shard, or 2-D dp_replicate x dp_shard): one unit per block, then the rest.
+
+    ``average`` divides the summed gradients by the number of ranks (a user's own loop that takes the mean per rank).
 
     Communication: none now; see the module for what a step does.
     """
@@ -75,5 +78,5 @@ def shard(
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+            module.set_gradient_divide_factor(float(mesh.size()) if average else 1.0)
     return Zero(root, stage)

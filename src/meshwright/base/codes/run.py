@@ -147,6 +147,22 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         do="plan again with the run file's values, or set the run file's values to the plan's",
     ),
     CodeInfo(
+        code="E553",
+        title="Nothing says where to run",
+        kind="input",
+        needs="a layout, or a cluster to search on",
+        why="without a layout the planner needs devices and links to price one",
+        do='plan(..., layout="dp=2,zero=3") or plan(..., cluster="a100-80gb-x8")',
+    ),
+    CodeInfo(
+        code="E554",
+        title="There is no such rank",
+        kind="input",
+        needs="0 <= rank < world size",
+        why="ranks are numbered from 0",
+        do="name a rank of the layout",
+    ),
+    CodeInfo(
         code="W540",
         title="A step was skipped",
         kind="world",
