@@ -1,0 +1,239 @@
+"""StepProgram from model, layout, batch and schedule: what one rank does in one optimizer step, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from meshwright.base.axes import TIED, WORLD
+from meshwright.base.errors import refuse
+from meshwright.layout.batch import Batch
+from meshwright.layout.check import check_built
+from meshwright.layout.layout import Layout
+from meshwright.layout.precision import PrecisionTable, precision_table
+from meshwright.layout.ranks import SHARD, coordinates, group
+from meshwright.model.counts import block_forward_flops, head_forward_flops
+from meshwright.model.spec import ModelSpec
+from meshwright.program.step import Collective, CollectiveKind, Compute, LedgerLine, Op, StepProgram, ledger
+from meshwright.program.units import (
+    Unit,
+    frozen_names,
+    shard_numel,
+    stage_layers,
+    stage_units,
+    tied_tensor,
+)
+from meshwright.schedule.actions import Action, ActionKind, Schedule
+from meshwright.schedule.lower import lower
+
+COUNT_BYTES = 8
+"""Valid-token count: one int64."""
+
+SUMS_BYTES = 24
+"""Sum of squares, loss sum, overflow count: three float64."""
+
+
+def derive(
+    spec: ModelSpec,
+    layout: Layout,
+    batch: Batch,
+    schedule: Schedule,
+    rank: int,
+    frozen: Sequence[str] = (),
+) -> StepProgram:
+    """Return what ``rank`` does in one optimizer step, in order; ``layout.cut`` is written as layers per stage.
+
+    Computes carry the model's FLOPs (causal attention, no recompute; 0 for the optimizer). ``peer`` of a send or
+    recv is the other pipeline rank.
+
+    Raises:
+        MeshwrightError: E250 for an axis whose collectives are not described so far (tp, cp, ep).
+    """
+    refuse([p for p in check_built(layout) if p.code == "E250"])
+    row = lower(schedule)[coordinates(layout, rank)["pp"]]
+    return StepProgram(rank=rank, ops=tuple(_Deriver(spec, layout, batch, schedule, rank, frozen).ops(row)))
+
+
+def expected_ledger(program: StepProgram) -> tuple[LedgerLine, ...]:
+    """Return the ledger that a real step of this rank must show."""
+    return ledger((c.kind, c.axis, c.num_bytes) for c in program.collectives)
+
+
+def forward_flops_per_token(spec: ModelSpec, layout: Layout, stage: int, seq_len: int) -> float:
+    """Return the model's forward FLOPs per token of ``stage``: its blocks, and the head on the last."""
+    total = sum(
+        block_forward_flops(spec, spec.blocks[i], seq_len, "causal") for i in stage_layers(layout, stage)
+    )
+    return total + (head_forward_flops(spec) if stage == layout.num_stages - 1 else 0.0)
+
+
+class _Deriver:
+    """One rank's facts, and the operations that each action stands for."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        batch: Batch,
+        schedule: Schedule,
+        rank: int,
+        frozen: Sequence[str],
+    ) -> None:
+        self.spec, self.layout, self.batch, self.schedule, self.rank = spec, layout, batch, schedule, rank
+        self.table: PrecisionTable = precision_table(layout)
+        self.shards = layout.shard if layout.zero else 1
+        self.index = group(layout, rank, SHARD).index(rank) if layout.zero else 0
+        stages = [s for s, r in enumerate(schedule.stage_ranks) if r == coordinates(layout, rank)["pp"]]
+        self.units = {stage: stage_units(spec, layout, stage, frozen) for stage in stages}
+        tokens = batch.micro_batch * batch.seq_len
+        self.flops = {s: tokens * forward_flops_per_token(spec, layout, s, batch.seq_len) for s in stages}
+        self.frozen = frozen_names(spec, frozen)
+
+    def ops(self, row: Sequence[Action]) -> Iterator[Op]:
+        """Yield the operations of the whole step."""
+        if self.layout.world_size > 1:
+            yield self._world(COUNT_BYTES, "number of valid tokens")
+        gathered: set[int] = set()
+        for action in row:
+            yield from self._action(action, gathered)
+        yield from self._tied()
+        if self.layout.world_size > 1:
+            yield self._world(SUMS_BYTES, "sum of squares, loss and overflows")
+        yield Compute(what="optimizer", stage=min(self.units), micro_batch=None, flops=0.0)
+
+    def _action(self, action: Action, gathered: set[int]) -> Iterator[Op]:
+        stage, k = action.stage, action.micro_batch
+        if action.kind is ActionKind.FORWARD:
+            if self.layout.zero == 3 or stage not in gathered:
+                yield from self._gathers(stage, k, "forward")
+                gathered.add(stage)
+            yield Compute(what="forward", stage=stage, micro_batch=k, flops=self.flops[stage])
+        elif action.kind is ActionKind.REDUCE_GRAD:
+            yield from self._reduce_once(stage)
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD):
+            if self.layout.zero == 3 and action.kind is not ActionKind.WEIGHT_GRAD:
+                yield from self._gathers(stage, k, "backward")
+            whole = action.kind is ActionKind.BACKWARD
+            yield Compute(
+                what="backward", stage=stage, micro_batch=k, flops=(2 if whole else 1) * self.flops[stage]
+            )
+            if self.layout.zero >= 2 and action.kind is not ActionKind.INPUT_GRAD:
+                yield from self._scatters(stage, k)
+        else:
+            yield self._message(action)
+
+    def _gathers(self, stage: int, k: int | None, phase: str) -> Iterator[Op]:
+        if self.shards == 1:
+            return
+        size = self.table.bytes_of("gather")
+        units = self.units[stage]
+        once = self.layout.zero < 3
+        for unit in units if phase == "forward" else (units[0], *reversed(units[1:])):
+            if unit.tensors:
+                yield Collective(
+                    kind="all_gather",
+                    axis="dp_shard",
+                    group_size=self.shards,
+                    num_bytes=unit.padded_numel(self.shards) * size,
+                    what=f"parameters of {title(unit)}" + (", for the whole step" if once else f", {phase}"),
+                    stage=stage,
+                    micro_batch=k,
+                )
+
+    def _scatters(self, stage: int, k: int | None) -> Iterator[Op]:
+        if self.shards > 1:
+            size = self.table.bytes_of("reduce")
+            for unit in self._backward_order(stage):
+                numel = unit.padded_numel(self.shards, trainable=True)
+                yield self._gradient("reduce_scatter", "dp_shard", self.shards, numel * size, unit, stage, k)
+
+    def _reduce_once(self, stage: int) -> Iterator[Op]:
+        """Yield what data parallelism owes once per step."""
+        if self.layout.zero == 1:
+            yield from self._scatters(stage, None)
+        replicas = self.layout.dp // self.layout.dp_shard
+        if replicas > 1:
+            size = self.table.bytes_of("reduce")
+            for unit in self._backward_order(stage):
+                numel = unit.padded_numel(self.shards, trainable=True) // self.shards
+                yield self._gradient("all_reduce", "dp_replicate", replicas, numel * size, unit, stage, None)
+
+    def _backward_order(self, stage: int) -> Iterator[Unit]:
+        units = self.units[stage]
+        for unit in (*reversed(units[1:]), units[0]):
+            if unit.trainable_tensors:
+                yield unit
+
+    def _gradient(
+        self,
+        kind: CollectiveKind,
+        axis: str,
+        size: int,
+        num_bytes: int,
+        unit: Unit,
+        stage: int,
+        k: int | None,
+    ) -> Collective:
+        shard = "shard of the " if kind == "all_reduce" and self.shards > 1 else ""
+        return Collective(
+            kind=kind,
+            axis=axis,
+            group_size=size,
+            num_bytes=num_bytes,
+            what=f"{shard}gradients of {title(unit)}",
+            stage=stage,
+            micro_batch=k,
+        )
+
+    def _message(self, action: Action) -> Collective:
+        sends = action.kind in (ActionKind.SEND_F, ActionKind.SEND_B)
+        forward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_F)
+        other = action.stage + (1 if (action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)) else -1)
+        numel = self.batch.micro_batch * self.batch.seq_len * self.spec.hidden_size
+        return Collective(
+            kind="send" if sends else "recv",
+            axis="pp",
+            group_size=self.layout.pp,
+            num_bytes=numel * self.table.bytes_of("wire"),
+            what="hidden states" if forward else "gradient of the hidden states",
+            stage=action.stage,
+            micro_batch=action.micro_batch,
+            peer=self.schedule.stage_ranks[other],
+        )
+
+    def _tied(self) -> Iterator[Op]:
+        tensor = tied_tensor(self.spec)
+        last = self.schedule.num_stages - 1
+        homes = (self.schedule.stage_ranks[0], self.schedule.stage_ranks[last])
+        ends = [stage for stage in (0, last) if stage in self.units]
+        if tensor is None or homes[0] == homes[1] or not ends or tensor.name in self.frozen:
+            return
+        numel = shard_numel(tensor.shape, self.shards, self.index)
+        yield Collective(
+            kind="all_reduce",
+            axis=TIED,
+            group_size=2,
+            num_bytes=numel * self.table.bytes_of("gradient"),
+            what="gradient of the tied embedding",
+            stage=ends[0],
+        )
+
+    def _world(self, num_bytes: int, what: str) -> Collective:
+        return Collective(
+            kind="all_reduce", axis=WORLD, group_size=self.layout.world_size, num_bytes=num_bytes, what=what
+        )
+
+
+def title(unit: Unit) -> str:
+    """Return a unit's name for people: "layer 3", or what the root holds."""
+    if unit.name != "root":
+        return unit.name.replace("block", "layer")
+    parts: list[str] = []
+    for role, word in (
+        ("embedding", "embedding"),
+        ("position", "positions"),
+        ("norm", "final norm"),
+        ("head", "head"),
+    ):
+        if any(t.role == role for t in unit.tensors):
+            parts.append(word)
+    return " and ".join(parts) if len(parts) < 3 else ", ".join(parts[:-1]) + " and " + parts[-1]
