@@ -97,7 +97,7 @@ class _Deriver:
             yield from self._action(action, gathered)
         yield from self._tied()
         if self.layout.world_size > 1:
-            yield self._world(SUMS_BYTES, "sum of squares, loss and overflows")
+            yield self._world(SUMS_BYTES, "squares of the gradients, loss and overflows")
         yield Compute(what="optimizer", stage=min(self.units), micro_batch=None, flops=0.0)
 
     def _action(self, action: Action, gathered: set[int]) -> Iterator[Op]:
