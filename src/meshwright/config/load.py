@@ -245,7 +245,8 @@ def _unknown(dotted: str, where: str) -> Problem:
     if elsewhere:
         guesses = {_ELSEWHERE[elsewhere]: elsewhere} | guesses
     leaves = {key.rpartition(".")[2]: key for key in keys} | {name: name for name in parts}
-    guesses = {leaves[name]: "" for name in nearest(leaf, leaves, 2)} | guesses if not guesses else guesses
+    if not guesses:
+        guesses = {leaves[name]: "" for name in nearest(leaf, leaves, 2)}
     shown = [f"{there} (here {here})" if there else here for here, there in guesses.items()][:3]
     if shown:
         do = f"did you mean {' or '.join(shown)}?"

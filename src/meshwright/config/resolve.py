@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
 from meshwright.config.load import LoadedRun
+from meshwright.config.schema import shown
 from meshwright.layout.batch import derive_batch
 from meshwright.layout.parse import parse_layout
 
@@ -159,12 +160,14 @@ class ResolvedRun:
         return replace(self, layout_text=text, origins={**self.origins, "layout": origin})
 
 
-def resolve(loaded: LoadedRun, layout: str | None = None, folder: Path | None = None) -> ResolvedRun:
+def resolve(
+    loaded: LoadedRun, layout: str | None = None, folder: Path | None = None, check_batch: bool = True
+) -> ResolvedRun:
     """Return the run as values; ``layout`` is the command line's, which comes before the file's.
 
     Relative paths to read (model, weights, data, tokenizer, cluster) are looked for in the run file's folder
     first and then in ``folder`` (by default the current one); ``run.dir`` is always taken from the current
-    folder.
+    folder. ``check_batch=False`` leaves the batch arithmetic out, for a proof has its own batch.
 
     Raises:
         MeshwrightError: E108 for settings that contradict each other, E901 for settings not honoured yet, and
@@ -231,7 +234,7 @@ def resolve(loaded: LoadedRun, layout: str | None = None, folder: Path | None = 
         origins=origins,
         found_in=found_in,
     )
-    refuse([*_not_honoured(run), *_contradictions(run), *_layout_problems(run)])
+    refuse([*_not_honoured(run), *_contradictions(run), *_layout_problems(run, check_batch)])
     return replace(run, warnings=tuple(_without_effect(run)))
 
 
@@ -257,17 +260,11 @@ def _not_honoured(run: ResolvedRun) -> list[Problem]:
     flat = run.flat()
     return [
         problem(
-            "E901", where=_where(run, key), found=f"{key} = {_shown(flat[key])}", needs=_shown(default), do=do
+            "E901", where=_where(run, key), found=f"{key} = {shown(flat[key])}", needs=shown(default), do=do
         )
         for key, (default, do) in _NOT_HONOURED.items()
         if flat[key] != default
     ]
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _contradictions(run: ResolvedRun) -> list[Problem]:
@@ -296,7 +293,7 @@ def _contradictions(run: ResolvedRun) -> list[Problem]:
     return problems
 
 
-def _layout_problems(run: ResolvedRun) -> list[Problem]:
+def _layout_problems(run: ResolvedRun, check_batch: bool) -> list[Problem]:
     """Return what is wrong with the layout text, its batch and a stated accumulation."""
     if run.layout_text == "auto":
         return []
@@ -304,6 +301,8 @@ def _layout_problems(run: ResolvedRun) -> list[Problem]:
         layout = parse_layout(run.layout_text)
     except MeshwrightError as error:
         return [_said(run, p) for p in error.problems]
+    if not check_batch:
+        return []
     stated = run.batch.accumulation
     derived = run.batch.sequences / (layout.dp * layout.micro_batch)
     if stated is not None and stated != derived:
@@ -344,7 +343,7 @@ def _without_effect(run: ResolvedRun) -> list[Problem]:
         idle.append(("run.eval_batches", "data.eval_fraction = 0 holds no text out"))
     flat = run.flat()
     problems = [
-        problem("W101", where=_where(run, key), found=f"{key} = {_shown(flat[key])} has no effect", why=why)
+        problem("W101", where=_where(run, key), found=f"{key} = {shown(flat[key])} has no effect", why=why)
         for key, why in idle
         if run.origins[key] != "default"
     ]

@@ -6,9 +6,10 @@ are made from them.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 Share: TypeAlias = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive: TypeAlias = Annotated[float, Field(gt=0.0)]
@@ -166,3 +167,52 @@ def known_keys() -> tuple[str, ...]:
         else:
             keys.append(name)
     return tuple(keys)
+
+
+def described_keys() -> list[tuple[str, str, str, str]]:
+    """Return (dotted key, type, default, meaning) of every key; a required key has the default "required"."""
+    parts = sections()
+    rows: list[tuple[str, str, str, str]] = []
+    for name, top in RunFile.model_fields.items():
+        if name in parts:
+            rows.extend(_described(f"{name}.{key}", info) for key, info in parts[name].model_fields.items())
+        else:
+            rows.append(_described(name, top))
+    return rows
+
+
+def _described(dotted: str, info: FieldInfo) -> tuple[str, str, str, str]:
+    default = "required" if info.is_required() else shown(info.get_default(call_default_factory=True))
+    return dotted, _type_words(info.annotation), default, info.description or ""
+
+
+def shown(value: object) -> str:
+    """Return a value as a run file writes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
+
+
+def _type_words(annotation: Any) -> str:
+    """Return a type in the words of the run file: text, number, whole number, switch, list."""
+    words: dict[Any, str] = {
+        str: "text",
+        int: "whole number",
+        float: "number",
+        bool: "switch",
+        type(None): "null",
+    }
+    if annotation in words:
+        return words[annotation]
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _type_words(get_args(annotation)[0])
+    if origin is Literal:
+        return " | ".join(str(choice) for choice in get_args(annotation))
+    if origin is list:
+        return f"list of {_type_words(get_args(annotation)[0])}"
+    return " | ".join(_type_words(part) for part in get_args(annotation))

@@ -58,16 +58,6 @@ Counts are whole numbers from 1 upwards; sequences and batches are counted per o
 `prove` takes a run file or --model; `explain` takes an error code, a plan.json, or a model with --layout.""",
     ),
     CodeInfo(
-        code="E866",
-        title="There is no such error code",
-        kind="input",
-        why="only codes that Meshwright can print have a page",
-        needs="a code such as E201, as a message shows it",
-        do="copy the code from the message",
-        page="""`meshwright explain CODE` prints the page of a code.
-`meshwright explain --all-markdown` prints all pages.""",
-    ),
-    CodeInfo(
         code="E867",
         title="A file cannot be written",
         kind="world",

@@ -1,0 +1,88 @@
+"""``meshwright checkpoint``: look into, verify and export checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from meshwright.base.errors import ExitCode
+from meshwright.cli.not_built import ANY_ARGUMENTS, refuse_not_built
+from meshwright.cli.options import Json
+from meshwright.cli.output import show_json
+
+app = typer.Typer(
+    help="Look into, verify and export checkpoints.", rich_markup_mode=None, no_args_is_help=False
+)
+
+Folder = Annotated[
+    str, typer.Argument(metavar="DIR", help="A checkpoint folder, such as RUN_DIR/checkpoints/step-60.")
+]
+
+
+@app.command("inspect")
+def inspect_checkpoint(folder: Folder, as_json: Json = False) -> None:
+    """Show what a checkpoint holds: step, layout, tensors and bytes."""
+    from meshwright.checkpoint.inspect import inspect_command
+
+    result = inspect_command(folder)
+    if as_json:
+        show_json(result)
+        return
+    for key, value in result.items():
+        if not isinstance(value, list | dict):
+            print(f"{key:<16}{value}")
+
+
+@app.command()
+def verify(folder: Folder, as_json: Json = False) -> None:
+    """Read every tensor of a checkpoint; exit 1 and its name when one is damaged."""
+    from meshwright.checkpoint.inspect import verify_command
+
+    result = verify_command(folder)
+    good = bool(result.get("intact", not result.get("damaged")))
+    if as_json:
+        show_json(result)
+    elif good:
+        print(f"{folder}: intact")
+    else:
+        for item in result.get("damaged", ()):
+            print(f"{folder}: damaged: {item}")
+    if not good:
+        raise typer.Exit(int(ExitCode.NO))
+
+
+@app.command()
+def export(
+    folder: Folder,
+    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Folder to write.", show_default=False)],
+    check_logits: Annotated[
+        bool, typer.Option("--check-logits", help="Reload with transformers and compare the logits.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint's weights as Hugging Face safetensors."""
+    from meshwright.checkpoint.export import export_command
+
+    result = export_command(folder, out, check_logits)
+    if as_json:
+        show_json(result)
+        return
+    print(f"exported to {out}")
+    for key, value in result.items():
+        if not isinstance(value, list | dict):
+            print(f"{key:<16}{value}")
+
+
+@app.command(context_settings=ANY_ARGUMENTS)
+def merge(context: typer.Context) -> None:
+    """Merge a checkpoint into Hugging Face safetensors, streamed (not built yet)."""
+    refuse_not_built("meshwright checkpoint merge", "use meshwright checkpoint export DIR --out DIR")
+
+
+@app.command(context_settings=ANY_ARGUMENTS)
+def reshard(context: typer.Context) -> None:
+    """Rewrite a checkpoint for another layout (not built yet)."""
+    refuse_not_built(
+        "meshwright checkpoint reshard", "use meshwright train --resume --layout L, which reshards on load"
+    )

@@ -1,0 +1,81 @@
+"""``meshwright estimate``: what one layout would cost, without running it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshwright.base.errors import ExitCode, MeshwrightError, problem
+from meshwright.cli.not_built import refuse_not_built
+from meshwright.cli.options import Cluster, Freeze, GlobalBatch, Gpus, Json, Model, SeqLen
+from meshwright.cli.output import show_json
+from meshwright.cli.plan_table import describe_item
+
+
+def estimate(
+    model: Model,
+    cluster: Cluster,
+    layout: Annotated[
+        str,
+        typer.Option(
+            "--layout", metavar="LAYOUT", help='Layout text, such as "dp=8,zero=3".', show_default=False
+        ),
+    ],
+    seq_len: SeqLen,
+    global_batch: GlobalBatch,
+    gpus: Gpus = None,
+    freeze: Freeze = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Trace on fake ranks (not built yet).")] = False,
+    as_json: Json = False,
+) -> None:
+    """Predict time and memory of one layout; exit 1 when it is illegal or does not fit.
+
+    Example: meshwright estimate llama-2-7b --cluster a100-40gb-x8 --layout "dp=8,zero=3" --seq-len 2048
+    --global-batch 64
+    """
+    if exact:
+        refuse_not_built(
+            "meshwright estimate --exact", "leave --exact out: the cost model answers without a trace"
+        )
+    from meshwright.cluster.load import read_cluster
+    from meshwright.cost.estimate import estimate as price
+    from meshwright.layout.parse import parse_layout
+    from meshwright.model.read_hf import read_model
+
+    spec = read_model(model)
+    parsed = parse_layout(layout)
+    machine = read_cluster(cluster, gpus or parsed.world_size)
+    rows = schedule_rows(parsed.schedule)
+    item = price(spec, parsed, machine, seq_len, global_batch, tuple(freeze or ()), rows)
+    if as_json:
+        show_json(item)
+    else:
+        print(_text(item, machine.device.memory.value))
+    if not (item["legal"] and item["fits"]):
+        raise typer.Exit(int(ExitCode.NO))
+
+
+def schedule_rows(name: str) -> str:
+    """Return the rows in the file of ``schedule=@FILE``, or "" for a named schedule.
+
+    Raises:
+        MeshwrightError: E863 when the file cannot be read.
+    """
+    if not name.startswith("@"):
+        return ""
+    try:
+        return Path(name[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        found = f"the schedule file cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise MeshwrightError(problem("E863", where=f"layout.schedule={name}", found=found)) from None
+
+
+def _text(item: dict[str, Any], capacity_bytes: float) -> str:
+    lines = [f"{p['code']}  {p['where']}: {p['found']}\n      do     {p['do']}" for p in item["problems"]]
+    if item["predicted"] is None:
+        return "\n".join([*lines, "illegal: no prediction"])
+    verdict = "fits" if item["fits"] else "does NOT fit"
+    legal = "legal" if item["legal"] else "NOT legal today"
+    return "\n".join([describe_item(item, capacity_bytes), *lines, f"{legal}; {verdict}"])

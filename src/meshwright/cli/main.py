@@ -1,0 +1,123 @@
+"""``meshwright``: the program. Wrong usage, refusals, Ctrl-C and our own faults all end here, never in a traceback."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Sequence
+from io import TextIOWrapper
+from typing import Any, NoReturn
+
+import typer
+
+from meshwright.base.errors import ExitCode, MeshwrightError, problem
+from meshwright.cli import checkpoint, config_file, not_built
+from meshwright.cli.catalogues import clusters, models
+from meshwright.cli.estimate import estimate
+from meshwright.cli.explain import explain
+from meshwright.cli.faults import fault
+from meshwright.cli.init import init
+from meshwright.cli.inspect_model import inspect_model
+from meshwright.cli.output import show_line, show_problems
+from meshwright.cli.plan import plan
+from meshwright.cli.probe import probe
+from meshwright.cli.prove import prove
+from meshwright.cli.report import report
+from meshwright.cli.simulate import simulate
+from meshwright.cli.train import train
+from meshwright.cli.usage import usage_error, usage_problem
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="meshwright",
+    help="Plan, run and prove parallel training of language models.",
+    epilog="Start with: meshwright inspect MODEL, then meshwright plan MODEL --cluster CLUSTER ...",
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from meshwright import __version__
+
+        print(f"meshwright {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    context: typer.Context,
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """Plan, run and prove parallel training of language models."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+for _name, _command, _short in (
+    ("inspect", inspect_model, "Show what a model is, from its config.json."),
+    ("models", models, "List the models known by name."),
+    ("clusters", clusters, "List the clusters known by name."),
+    ("plan", plan, "Find the best layouts on a cluster."),
+    ("estimate", estimate, "Predict time and memory of one layout."),
+    ("explain", explain, "Tell what one rank does, or explain a code."),
+    ("simulate", simulate, "Play one step on the clock."),
+    ("probe", probe, "Measure this machine."),
+    ("init", init, "Write a commented run file."),
+    ("train", train, "Train what a run file says."),
+    ("prove", prove, "Prove a layout against one device."),
+    ("report", report, "Write one page about a run or a plan."),
+):
+    app.command(_name, short_help=_short)(_command)
+app.add_typer(config_file.app, name="config")
+app.add_typer(checkpoint.app, name="checkpoint")
+for _name, _command in not_built.COMMANDS.items():
+    app.command(_name, short_help="Not built yet.", context_settings=not_built.ANY_ARGUMENTS)(_command)
+
+
+def run(args: Sequence[str]) -> int:
+    """Run one command and return its exit code; whatever goes wrong is printed as Problems."""
+    as_json = "--json" in args
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        command = typer.main.get_command(app)
+        result: Any = command.main(list(args), prog_name="meshwright", standalone_mode=False)
+        if result == INTERRUPTED:
+            return _interrupted()
+        return result if isinstance(result, int) else 0
+    except MeshwrightError as error:
+        show_problems(error.problems, as_json)
+        return int(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return _interrupted()
+    except usage_error() as error:
+        show_problems([usage_problem(error)], as_json)
+        return int(ExitCode.BAD_INPUT)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            where = str(error.filename or "")
+            show_problems([problem("E867", where=where, found=error.strerror or str(error))], as_json)
+            return int(ExitCode.ENVIRONMENT)
+        show_problems([fault(error, args)], as_json)
+        return int(ExitCode.FAULT)
+    except Exception as error:
+        show_problems([fault(error, args)], as_json)
+        return int(ExitCode.FAULT)
+
+
+def _interrupted() -> int:
+    show_line("meshwright: interrupted")
+    return INTERRUPTED
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and leave with its exit code."""
+    sys.exit(run(sys.argv[1:] if args is None else args))

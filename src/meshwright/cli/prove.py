@@ -1,0 +1,162 @@
+"""``meshwright prove``: a layout against one device."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from meshwright.base.errors import ExitCode, MeshwrightError, problem
+from meshwright.cli.options import Freeze, Json, MaybeGlobalBatch, MaybeLayout, MaybeSeqLen, Sets
+from meshwright.cli.output import show_json, show_line, show_warnings, table
+
+
+class Precision(StrEnum):
+    """Precisions that a proof can run in."""
+
+    FP64 = "fp64"
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+class Valid(StrEnum):
+    """Which tokens of a proof's batches carry a loss."""
+
+    UNEQUAL = "unequal"
+    ALL = "all"
+
+
+def prove(
+    run_file: Annotated[
+        str | None, typer.Argument(metavar="[RUN.yaml]", help="A run file, or --model.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help="Instead of a run file.")
+    ] = None,
+    layout: MaybeLayout = None,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, metavar="N", help="Optimizer steps to compare.")
+    ] = 3,
+    seq_len: MaybeSeqLen = None,
+    global_batch: MaybeGlobalBatch = None,
+    precision: Annotated[
+        Precision, typer.Option("--precision", help="Overrides the layout's precision.")
+    ] = Precision.FP64,
+    freeze: Freeze = None,
+    tie: Annotated[bool, typer.Option("--tie", help="Tie the head to the embedding.")] = False,
+    valid: Annotated[
+        Valid, typer.Option("--valid", help="unequal: one micro-batch has no valid token at all.")
+    ] = Valid.UNEQUAL,
+    ladder: Annotated[
+        bool, typer.Option("--ladder", help="From one device upwards, one axis at a time.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Prove a run that was stopped and resumed.")
+    ] = False,
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FILE", help="Also write the JSON to a file.")
+    ] = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Prove that a layout computes what one device computes; exit 1 when it does not.
+
+    Example: meshwright prove --model recipes/models/tiny-llama --layout "dp=2,zero=3,pp=2" --precision fp64
+    """
+    run, text = _resolved(run_file, model, layout, tuple(sets or ()))
+    from meshwright.orchestrate.proving import prove_command
+
+    result = prove_command(
+        run,
+        model=model,
+        layout=text,
+        steps=steps,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        precision=precision.value,
+        freeze=tuple(freeze or ()),
+        tie=tie,
+        valid=valid.value,
+        ladder=ladder,
+        resume=resume,
+        json_output=as_json,
+        out=out,
+        show=show_line,
+    )
+    if as_json:
+        show_json(result)
+    else:
+        print(verdict_text(result))
+    if not result["passed"]:
+        raise typer.Exit(int(ExitCode.NO))
+
+
+def _resolved(
+    run_file: str | None, model: str | None, layout: str | None, sets: tuple[str, ...]
+) -> tuple[Any | None, str]:
+    """Return the resolved run (None for --model) and the layout to prove."""
+    where = "meshwright prove"
+    if (run_file is None) == (model is None):
+        code, found = (
+            ("E862", "neither a run file nor --model")
+            if model is None
+            else ("E864", "a run file and --model")
+        )
+        needs = "a run file or --model"
+        raise MeshwrightError(problem(code, where=where, found=found, needs=needs, do="give one of the two"))
+    if run_file is None:
+        if sets:
+            found, do = "--set without a run file", "leave --set out"
+            raise MeshwrightError(problem("E864", where=where, found=found, needs="a run file", do=do))
+        if layout is None:
+            raise MeshwrightError(problem("E862", where=where, found="--layout is missing"))
+        return None, layout
+    from meshwright.config.load import load_run
+    from meshwright.config.resolve import resolve
+
+    # A proof has its own batch, so the run file's batch is not held against the layout here.
+    run = resolve(load_run(run_file, sets), layout=layout, check_batch=False)
+    if run.layout_text == "auto":
+        found = f"layout = auto in {run_file}, and no --layout"
+        do = "say which layout to prove with --layout"
+        raise MeshwrightError(problem("E862", where=where, found=found, needs="a layout", do=do))
+    show_warnings(run.warnings)
+    return run, run.layout_text
+
+
+def verdict_text(result: dict[str, Any]) -> str:
+    """Return a proof's verdict for people: the figures, the tolerances and what is wrong."""
+    if "rungs" in result:
+        rows = [(rung["layout"], "passed" if rung["passed"] else "FAILED") for rung in result["rungs"]]
+        head = table(("rung", "verdict"), rows)
+        return f"{head}\n{'every rung passed' if result['passed'] else 'the ladder breaks at the first FAILED rung'}"
+    tolerance = result.get("tolerance", {})
+    rows = [
+        (name, f"{part[key]:.3e}", _figure(tolerance.get(name)), str(part.get("worst") or ""))
+        for name, key in (
+            ("loss", "max_abs_diff"),
+            ("gradients", "max_rel_diff"),
+            ("grad_norm", "max_rel_diff"),
+            ("weights", "max_rel_diff"),
+        )
+        if isinstance(part := result.get(name), dict) and isinstance(part.get(key), int | float)
+    ]
+    lines = [table(("compared", "largest difference", "tolerance", "worst tensor"), rows, right=(1, 2))]
+    missing = result.get("gradients", {}).get("missing") or []
+    if missing:
+        lines.append(f"no gradient: {', '.join(missing)}")
+    if result.get("sentinel"):
+        sentinel = result["sentinel"]
+        lines.append(f"all gradients differ by the factor {sentinel['factor']}: {sentinel['cause']}")
+    ledger = result.get("ledger") or {}
+    lines.append(f"collectives as described: {'yes' if ledger.get('matches') else 'NO'}")
+    complete = (result.get("placement") or {}).get("complete")
+    lines.append(f"every parameter placed exactly once: {'yes' if complete else 'NO'}")
+    verdict = "PASSED" if result["passed"] else "FAILED"
+    lines.append(f"{verdict}: {result['world_size']} ranks against one device, {result['steps']} steps")
+    return "\n".join(lines)
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.0e}" if isinstance(value, int | float) else ""

@@ -1,0 +1,62 @@
+"""A plan from what the user names: a plan.json, or a model with a layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.base.errors import MeshwrightError, problem
+
+if TYPE_CHECKING:
+    from meshwright.program.plan import Plan
+
+DEFAULT_SEQ_LEN = 2048
+
+
+def plan_of(
+    target: str,
+    layout: str | None,
+    seq_len: int | None,
+    global_batch: int | None,
+    freeze: tuple[str, ...] = (),
+) -> Plan:
+    """Return the plan in the file ``target``, or the one that ``layout`` makes of the model ``target``.
+
+    Without numbers a sequence has 2048 tokens (or what the model can take) and a step 2 x dp x pp x micro_batch
+    sequences.
+
+    Raises:
+        MeshwrightError: E864 when options and target do not go together; what is wrong with the plan or layout.
+    """
+    if layout is None:
+        return _from_file(target, seq_len, global_batch, freeze)
+    from meshwright.layout.parse import parse_layout
+    from meshwright.model.read_hf import read_model
+    from meshwright.program.make import make_plan
+
+    spec = read_model(target)
+    parsed = parse_layout(layout)
+    length = seq_len or min(DEFAULT_SEQ_LEN, spec.max_position_embeddings)
+    batch = global_batch or 2 * parsed.dp * parsed.pp * parsed.micro_batch
+    return make_plan(spec, parsed, batch, length, target, frozen=freeze)
+
+
+def _from_file(target: str, seq_len: int | None, global_batch: int | None, freeze: tuple[str, ...]) -> Plan:
+    given = [
+        name
+        for name, value in (("--seq-len", seq_len), ("--global-batch", global_batch), ("--freeze", freeze))
+        if value
+    ]
+    path = Path(target)
+    if path.is_dir() or path.name == "config.json" or not path.suffix:
+        where, found = target, "a model without --layout"
+        do = 'add --layout, for instance --layout "dp=2,zero=3", or give a plan.json'
+        raise MeshwrightError(
+            problem("E864", where=where, found=found, needs="a plan.json or --layout", do=do)
+        )
+    if given:
+        found = f"{', '.join(given)} with a plan file, which says it already"
+        raise MeshwrightError(problem("E864", where=target, found=found, do="leave the options out"))
+    from meshwright.program.plan_file import load_plan
+
+    return load_plan(target)

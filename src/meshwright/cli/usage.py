@@ -1,0 +1,70 @@
+"""Wrong usage as Problems: unknown commands and options with the nearest names, missing and wrong values."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import typer
+
+from meshwright.base.errors import Problem, nearest, problem
+
+
+def usage_error() -> type[Exception]:
+    """Return the base class of the parser's errors, wherever this version of typer keeps it."""
+    return importlib.import_module(typer.BadParameter.__module__).ClickException
+
+
+def usage_problem(error: Any) -> Problem:
+    """Return what the user wrote wrongly on the command line."""
+    kind = type(error).__name__
+    context = getattr(error, "ctx", None)
+    command = context.command_path.removeprefix("meshwright").strip() if context else ""
+    where = f"meshwright {command}".strip()
+    seek = f"see {where} --help"
+    message = str(error.format_message())
+    if kind == "NoSuchOption":
+        return _unknown_option(error, context, where, seek)
+    unknown = re.match(r"No such command ['\"](.+?)['\"]", message)
+    if kind == "NoSuchCommand" or unknown:
+        name = unknown.group(1) if unknown else str(getattr(error, "command_name", ""))
+        known = list(getattr(getattr(context, "command", None), "commands", {}))
+        close = nearest(name, known)
+        do = f"did you mean {' | '.join(close)}?" if close else seek
+        needs = f"one of {', '.join(known)}" if known else ""
+        return problem("E860", where=where, found=f"there is no command {name!r}", needs=needs, do=do)
+    if kind == "MissingParameter":
+        return problem("E862", where=where, found=f"{_name(error.param)} is missing", do=seek)
+    if kind == "BadOptionUsage":
+        return problem("E862", where=where, found=_sentence(message), do=seek)
+    if kind == "BadParameter":
+        param = getattr(error, "param", None)
+        name = _name(param) if param is not None else ""
+        return problem("E863", where=f"{where} {name}".strip(), found=_sentence(error.message), do=seek)
+    extra = re.match(r"Got unexpected extra arguments? \((.+)\)", message)
+    if extra:
+        return problem("E863", where=where, found=f"unexpected: {extra.group(1)}", do=seek)
+    if "Missing command" in message:
+        known = ", ".join(getattr(getattr(context, "command", None), "commands", {}))
+        return problem("E862", where=where, found="the command is missing", needs=f"one of {known}", do=seek)
+    return problem("E863", where=where, found=_sentence(message), do=seek)
+
+
+def _unknown_option(error: Any, context: Any, where: str, seek: str) -> Problem:
+    known = [name for param in context.command.params for name in (*param.opts, *param.secondary_opts)]
+    options = [name for name in known if name.startswith("-")]
+    close = nearest(error.option_name, options)
+    found = f"there is no option {error.option_name}"
+    do = f"did you mean {' | '.join(close)}?" if close else seek
+    return problem("E861", where=where, found=found, needs=f"one of {', '.join(options)}", do=do)
+
+
+def _name(param: Any) -> str:
+    """Return how the user writes a parameter: its option, or its name in capitals."""
+    option = next((name for name in param.opts if name.startswith("--")), "")
+    return option or str(param.metavar or param.name or "").upper()
+
+
+def _sentence(text: str) -> str:
+    return " ".join(str(text).split()).rstrip(".")
