@@ -37,7 +37,10 @@ def derive_plan(source: Source) -> Derived:
         plan = plan_from_dict(dict(source.plan))
         spec = spec_from_config(plan.model_config, plan.model_name, plan.model_path)
         schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
-    except (MeshwrightError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except MeshwrightError as error:
+        reasons = "; ".join(f"{p.code} {p.where}: {p.found}" for p in error.problems)
+        return Derived(trouble=f"the recorded plan cannot be read ({reasons})")
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         return Derived(trouble=f"the recorded plan cannot be read ({type(error).__name__}: {error})")
     return Derived(plan=plan, spec=spec, schedule=schedule)
 

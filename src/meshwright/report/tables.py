@@ -260,7 +260,7 @@ def _parity(prove: Mapping[str, Any]) -> Text:
 def models_table(entries: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return the model catalogue; keys as in ``meshwright inspect --json``, and ``source``."""
     out = _grid(
-        f"{len(entries)} models",
+        f"{len(entries)} known models",
         (
             ("name", False),
             ("family", False),
@@ -309,7 +309,7 @@ def models_table(entries: Sequence[Mapping[str, Any]]) -> RenderableType:
 def clusters_table(entries: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return the cluster catalogue from the dict form of ClusterSpec (``dataclasses.asdict``), sources below it."""
     out = _grid(
-        f"{len(entries)} clusters",
+        f"{len(entries)} known clusters",
         (
             ("name", False),
             ("device", False),

@@ -18,7 +18,7 @@ from meshwright.program.step import Collective, Compute, StepProgram
 from meshwright.report.blocks import Block, Grid, Note, Picture
 from meshwright.report.derived import Derived
 from meshwright.report.source import Source, number, table
-from meshwright.report.svg import Span, gantt, legend, plain
+from meshwright.report.svg import Format, Span, gantt, legend, plain
 from meshwright.report.timing import second_unit
 from meshwright.schedule.actions import ActionKind, Schedule
 from meshwright.schedule.clock import Clock, run_clock
@@ -159,9 +159,8 @@ def _pipeline(
     return (picture, _stage_table(plan, schedule, clock, times, show))
 
 
-def _stage_table(plan: Plan, schedule: Schedule, clock: Clock, times: StageTimes, show: object) -> Grid:
+def _stage_table(plan: Plan, schedule: Schedule, clock: Clock, times: StageTimes, show: Format) -> Grid:
     layers = plan.layout.cut_layers
-    text = format_seconds if times.unit == "s" else (lambda v: f"{v:.2f} forwards")
     rows: list[tuple[str, ...]] = []
     for stage, rank in enumerate(schedule.stage_ranks):
         rows.append(
@@ -169,9 +168,9 @@ def _stage_table(plan: Plan, schedule: Schedule, clock: Clock, times: StageTimes
                 str(stage),
                 str(rank),
                 str(layers[stage]) if stage < len(layers) else "-",
-                text(times.forward[stage]),
-                text(times.backward[stage]),
-                text(clock.busy_s[rank]),
+                show(times.forward[stage]),
+                show(times.backward[stage]),
+                show(clock.busy_s[rank]),
                 str(clock.peak_in_flight[rank]),
             )
         )
