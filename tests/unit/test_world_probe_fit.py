@@ -17,7 +17,6 @@ from meshwright.probe.fit import (
     fit_line,
     link,
     ring_order,
-    rising,
 )
 from meshwright.probe.topology import (
     Topology,
@@ -72,17 +71,12 @@ def test_points_on_a_line_give_that_line(latency: float, rate: float) -> None:
 
 @pytest.mark.parametrize("bad", range(5))
 @pytest.mark.parametrize("factor", [0.4, 3.0])
-def test_one_disturbed_point_hardly_moves_the_fit(bad: int, factor: float) -> None:
+def test_one_disturbed_point_does_not_move_the_fit(bad: int, factor: float) -> None:
     points = [(2.0 ** (10 + 3 * i), 1e-4 + 2.0 ** (10 + 3 * i) / 1e9) for i in range(6)]
     points[bad] = (points[bad][0], points[bad][1] * factor)
     line = fit_line(points)
-    assert line.latency_s == pytest.approx(1e-4, rel=0.25)
-    assert line.rate_bytes_per_s == pytest.approx(1e9, rel=0.25)
-
-
-def test_times_that_fall_are_levelled_by_their_median() -> None:
-    assert rising([1.0, 2.0, 4.0]) == pytest.approx([1.0, 2.0, 4.0])
-    assert rising([1.0, 9.0, 2.0, 3.0, 5.0]) == pytest.approx([1.0, 3.0, 3.0, 3.0, 5.0])
+    assert line.latency_s == pytest.approx(1e-4, rel=0.01)
+    assert line.rate_bytes_per_s == pytest.approx(1e9, rel=0.01)
 
 
 def test_small_messages_that_were_slow_do_not_make_a_link_fast() -> None:

@@ -6,7 +6,6 @@ Pure functions; nothing here needs torch.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -41,42 +40,29 @@ class Line:
     rate_bytes_per_s: float
 
 
-def rising(values: Sequence[float]) -> list[float]:
-    """Return the values made non-decreasing: where they fall, neighbours share their median (of logarithms).
-
-    A larger message never takes less time; where a measurement says so, one of the two was disturbed.
-    """
-    blocks: list[list[float]] = []
-
-    def middle(block: Sequence[float]) -> float:
-        return statistics.median(block)
-
-    for value in values:
-        blocks.append([math.log(value)])
-        while len(blocks) > 1 and middle(blocks[-2]) > middle(blocks[-1]):
-            last = blocks.pop()
-            blocks[-1] += last
-    return [math.exp(middle(block)) for block in blocks for _ in block]
-
-
 def fit_line(points: Sequence[tuple[float, float]]) -> Line:
-    """Return the latency and rate that explain (bytes, seconds), ascending, best: least sum of relative errors.
+    """Return the latency and rate that explain (bytes, seconds), ascending, best.
 
-    Times are made non-decreasing first. The best such line passes through two of the points, or through one with
-    latency 0, so all of them are tried; one disturbed point hardly moves it. Latency is never negative.
+    Best is the least sum of |log(predicted / measured)|, so that one disturbed point does not count much, among the
+    lines whose time for the largest message is within 25 %: that message takes longest, is disturbed least and alone
+    says what the rate is. Such a line passes through two of the points, or through one with latency 0; all of them
+    are tried. Latency is never negative.
     """
     if not points:
         raise ValueError("a line needs at least one point")
-    times = rising([t for _, t in points])
-    smooth = [(s, t) for (s, _), t in zip(points, times, strict=True)]
-    lines = [(0.0, t / s) for s, t in smooth]
-    for i, (s0, t0) in enumerate(smooth):
-        for s1, t1 in smooth[i + 1 :]:
+    lines = [(0.0, t / s) for s, t in points]
+    for i, (s0, t0) in enumerate(points):
+        for s1, t1 in points[i + 1 :]:
             slope = (t1 - t0) / (s1 - s0)
             latency = t0 - slope * s0
             if slope > 0 and latency >= 0:
                 lines.append((latency, slope))
-    latency, slope = min(lines, key=lambda c: sum(abs(c[0] + c[1] * s - t) / t for s, t in smooth))
+
+    def error(line: tuple[float, float], size: float, time_s: float) -> float:
+        return abs(math.log((line[0] + line[1] * size) / time_s))
+
+    sound = [line for line in lines if error(line, *points[-1]) < math.log(1.25)]
+    latency, slope = min(sound, key=lambda line: sum(error(line, s, t) for s, t in points))
     return Line(latency_s=latency, rate_bytes_per_s=1.0 / slope)
 
 
