@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from meshwright.cluster.load import read_cluster
+from meshwright.cluster.catalogue import describe_clusters
 from meshwright.report.tables import (
     as_text,
     clusters_table,
@@ -156,11 +155,12 @@ def test_models_table() -> None:
     assert "1 known models" in text
 
 
-def test_clusters_table_takes_the_dict_form_of_a_cluster() -> None:
-    cluster = read_cluster("a100-40gb-x8", None)
-    text = as_text(clusters_table([asdict(cluster)]), width=200)
-    assert "a100-40gb-x8" in text
-    assert "312 TFLOP/s" in text
+def test_clusters_table_shows_the_catalogue_with_sources() -> None:
+    text = as_text(clusters_table(describe_clusters()), width=220)
+    row = next(line for line in text.split("\n") if line.startswith("a100-40gb-x8"))
+    for part in ("A100-40GB", "40 GB", "312 TFLOP/s"):
+        assert part in row
+    assert "nan" not in text
 
 
 def test_ranks_table() -> None:

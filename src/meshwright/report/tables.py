@@ -307,54 +307,47 @@ def models_table(entries: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def clusters_table(entries: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Return the cluster catalogue from the dict form of ClusterSpec (``dataclasses.asdict``), sources below it."""
+    """Return the cluster catalogue: the rows of ``meshwright clusters --json``; a figure no source prints is "-"."""
     out = _grid(
         f"{len(entries)} known clusters",
         (
             ("name", False),
             ("device", False),
             ("per node", True),
-            ("nodes", True),
             ("memory", True),
             ("bf16 peak", True),
-            ("inside a node", False),
-            ("between nodes", False),
+            ("inside a node", True),
+            ("between nodes", True),
             ("source", False),
         ),
     )
     for entry in entries:
-        device = table(entry.get("device"))
-        memory = number(table(device.get("memory")).get("value"))
-        peak = number(table(table(device.get("peak_flops")).get("bf16")).get("value"))
+        figures = table(entry.get("figures"))
+        sources = dict.fromkeys(
+            str(f.get("source", "")) for f in map(table, figures.values()) if f.get("kind") == "datasheet"
+        )
         _add(
             out,
             (
-                str(entry.get("name", "-")),
-                str(device.get("name", "-")),
-                str(entry.get("gpus_per_node", "-")),
-                str(entry.get("num_nodes", "-")),
-                "-" if memory is None else format_bytes(memory),
-                "-" if peak is None else f"{peak / 1e12:,.0f} TFLOP/s",
-                _link(entry.get("intra")),
-                _link(entry.get("inter")),
-                str(entry.get("source", "-")),
+                str(entry.get("name") or "-"),
+                str(entry.get("device") or "-"),
+                str(entry.get("gpus_per_node") or "-"),
+                _figure(figures, "memory", 1e9, "GB"),
+                _figure(figures, "peak_flops_bf16", 1e12, "TFLOP/s"),
+                _figure(figures, "intra_rate", 1e9, "GB/s"),
+                _figure(figures, "inter_rate", 1e9, "GB/s"),
+                "; ".join(sources) or str(entry.get("notes") or "-"),
             ),
         )
     return Group(
         out,
-        Text(
-            "peak: dense, no sparsity; links: one direction of one device, 1 GB/s = 10^9 bytes/s; 1 GiB = 2^30 bytes",
-            style="dim",
-        ),
+        Text("peak: dense, no sparsity; links: one direction of one device; 1 GB = 10^9 bytes", style="dim"),
     )
 
 
-def _link(value: Any) -> str:
-    link = table(value)
-    rate = number(table(link.get("rate")).get("value"))
-    return (
-        f"{link.get('name', '-')} {rate / 1e9:,.4g} GB/s" if rate is not None else str(link.get("name", "-"))
-    )
+def _figure(figures: Mapping[str, Any], name: str, scale: float, unit: str) -> str:
+    value = number(table(figures.get(name)).get("value"))
+    return "-" if value is None else f"{value / scale:,.4g} {unit}"
 
 
 def ranks_table(ranks: Sequence[Mapping[str, Any]]) -> RenderableType:

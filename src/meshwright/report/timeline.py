@@ -134,6 +134,11 @@ def _pipeline(
         if times.unit == "s"
         else "Box lengths are in proportion to FLOPs, in multiples of the longest forward; no time was predicted."
     )
+    if min(clock.busy_s) < 0.99 * max(clock.busy_s):
+        caption += (
+            " The stages are unequal here: that shorter stages wait for the longest counts in the share of the total, "
+            "not in the share of the ideal."
+        )
     if len(spans) < len(clock.spans):
         caption += f" The first {len(spans)} of {len(clock.spans)} actions are drawn."
     if many:

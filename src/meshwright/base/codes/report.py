@@ -41,7 +41,7 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         kind="input",
         needs="one file of the run folder with readable content",
         why="the run's files exist, but every one of them is empty or damaged",
-        do="run `meshwright doctor RUN_DIR`; if the run died before its first step, start it again",
+        do="start the run again if it died before its first step, or name another run folder",
         page=(
             "The folder has the names of a run's files, but none of them could be read: empty, not JSON, or\n"
             "every line damaged. A single damaged line does not stop a report: damaged lines are left out,\n"
