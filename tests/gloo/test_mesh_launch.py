@@ -16,6 +16,7 @@ import pytest
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.mesh.env import RankFacts
 from meshwright.mesh.launch import run_local
+from meshwright.mesh.rank_process import RankFailure, RankReport, cause_of, order_reports, rendezvous
 
 pytestmark = pytest.mark.gloo
 
@@ -262,3 +263,96 @@ def test_under_torchrun_this_process_is_the_rank() -> None:
     for rank in ranks:
         rank.join(10)
     assert {r: [x[:2] for x in found] for r, found in results.items()} == {0: [(0, 1.0)], 1: [(1, 1.0)]}
+
+
+def multiply(facts: RankFacts, payload: Any) -> tuple[float, int]:
+    import torch
+
+    x = torch.ones(600, 600)
+    return (x @ x)[0, 0].item(), torch.get_num_threads()
+
+
+def _after_threads(queue: Any) -> None:
+    import torch
+
+    torch.set_num_threads(2)
+    x = torch.rand(1500, 1500)
+    (x @ x + x).sum()
+    queue.put(run_local(multiply, 2, None, timeout_s=30.0))
+
+
+def test_a_parent_that_used_threads_can_still_fork_ranks() -> None:
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    parent = context.Process(target=_after_threads, args=(queue,))
+    parent.start()
+    assert queue.get() == [(600.0, 1)] * 2
+    parent.join(10)
+
+
+def test_ranks_with_threads_are_spawned(tmp_path: Path) -> None:
+    lines: list[str] = []
+    results = run_local(add_ranks, 2, "tea", on_line=lines.append, log_dir=tmp_path, threads=2)
+    assert [r[:2] for r in results] == [(0, 1.0), (1, 1.0)]
+    assert lines == ["rank 0 of 2 got tea"]
+
+
+def test_e505_a_torch_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    with pytest.raises(MeshwrightError) as caught:
+        run_local(add_ranks, 2, None)
+    assert caught.value.problems[0].code == "E505"
+    assert caught.value.exit_code is ExitCode.ENVIRONMENT
+
+
+def test_e502_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    with pytest.raises(MeshwrightError) as caught:
+        run_local(add_ranks, 4, None, device="cuda")
+    assert caught.value.problems[0].found == "devices 2 < processes 4 (2, 3)"
+
+
+def test_e508_rank_0_does_not_come(tmp_path: Path) -> None:
+    with pytest.raises(MeshwrightError) as caught:
+        rendezvous(str(tmp_path), 1, 2, 0.2)
+    assert caught.value.problems[0].code == "E508"
+    assert cause_of(caught.value) == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"), "peer"),
+        (RuntimeError("Timed out waiting 5000ms for recv operation to complete"), "timeout"),
+        (RuntimeError("Ranks 1 failed to pass monitoredBarrier in 2000 ms"), "timeout"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "own"),
+        (ValueError("timed out"), "own"),
+        (MemoryError(), "memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"), "memory"),
+    ],
+)
+def test_causes(error: BaseException, cause: str) -> None:
+    assert cause_of(error) == cause
+
+
+def test_the_culprit_comes_first() -> None:
+    def report(rank: int, cause: str, time_s: float, waiting: str = "") -> RankReport:
+        return RankReport(rank=rank, cause=cause, type_name="T", message="m", time_s=time_s, waiting=waiting)
+
+    reports = [
+        report(0, "peer", 1.0),
+        report(1, "timeout", 2.0, "all_reduce"),
+        report(2, "own", 3.0),
+        report(3, "signal", 2.5),
+        report(4, "silent", 4.0),
+        report(5, "silent", 4.0, "barrier"),
+    ]
+    assert [r.rank for r in order_reports(reports)] == [3, 2, 4, 1, 5, 0]
+    assert RankFailure(order_reports(reports)).rank == 3

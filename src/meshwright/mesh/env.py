@@ -127,7 +127,7 @@ def visible_devices(environ: Mapping[str, str] | None = None) -> tuple[str, ...]
 
 
 def threads_per_rank(environ: Mapping[str, str] | None = None) -> int:
-    """Return ``OMP_NUM_THREADS`` if it is a positive number, else 1: ranks on one machine share its cores."""
+    """Return ``OMP_NUM_THREADS`` if it is a positive number, else 1: for ranks that torchrun started."""
     env = os.environ if environ is None else environ
     text = env.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdigit() and int(text) > 0 else 1

@@ -87,6 +87,7 @@ def run_local(
     collective_timeout_s: float = 1800.0,
     master_port: int = 0,
     preload: Sequence[str] = (),
+    threads: int = 1,
 ) -> list[Any]:
     """Return ``worker(facts, payload)`` of every rank, by rank; under torchrun, of this rank only.
 
@@ -105,6 +106,8 @@ def run_local(
         collective_timeout_s: a rank that waits longer than this in one collective gives up.
         master_port: 0 lets the system choose a free port.
         preload: modules to import before forking, so that each rank need not.
+        threads: of torch, in each rank. More than one needs spawned ranks, which start in seconds, not in tenths:
+            a forked process waits for ever in its first parallel region if its parent has had one.
 
     Raises:
         MeshwrightError: a rank's own error with its exit code; E510 for any other exception of a rank; E511-E514
@@ -125,7 +128,8 @@ def run_local(
     for name in preload:
         importlib.import_module(name)
     backend, devices = _devices(device, nproc, torch, dist)
-    spawn = device != "cpu" or torch.cuda.is_initialized()  # CUDA does not survive a fork
+    # neither CUDA nor a pool of threads survives a fork
+    spawn = device != "cpu" or threads > 1 or torch.cuda.is_initialized()
     if not spawn:
         load_torch()
     folder = tempfile.mkdtemp(prefix="meshwright-ranks-")
@@ -143,7 +147,7 @@ def run_local(
             backend=backend,
             collective_timeout_s=collective_timeout_s,
             port=master_port,
-            threads=env.threads_per_rank(),
+            threads=threads,
         )
         for rank in range(nproc)
     ]
