@@ -76,18 +76,13 @@ class Layout:
 
     def text(self) -> str:
         """Return the shortest layout text that reads back as this layout; ``precision`` is always written."""
-        plain = Layout()
-        shown: list[str] = []
-        for name, value in self.as_dict().items():
-            if name == "shard" and value == (self.dp * self.cp if self.zero else 1):
-                continue
-            if name == "sp" and self.sp == (self.tp > 1):
-                continue
-            if name == "chunks" and value == default_chunks(self.schedule):
-                continue
-            if name == "dp" or name == "precision" or value != plain.as_dict()[name]:
-                shown.append(f"{name}={value}")
-        return ",".join(shown)
+        default = Layout().as_dict() | {
+            "shard": self.dp * self.cp if self.zero else 1,
+            "sp": "on" if self.tp > 1 else "off",
+            "chunks": default_chunks(self.schedule),
+        }
+        written = self.as_dict().items()
+        return ",".join(f"{k}={v}" for k, v in written if k in ("dp", "precision") or v != default[k])
 
 
 def default_chunks(schedule: str) -> int:

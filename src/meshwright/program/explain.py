@@ -387,11 +387,11 @@ def _stays(plan: Plan, schedule: Schedule, stage: int) -> str:
     if plan.layout.pp > 1:
         text += f" The schedule is {plan.layout.schedule}."
         row = schedule.rows[rank]
-        warm_up = next(i for i, a in enumerate(row) if a.kind is not ActionKind.FORWARD)
+        ahead = next(i for i, a in enumerate(row) if a.kind is not ActionKind.FORWARD)
         if plan.layout.schedule == "1f1b":
             text += (
-                f" You run {_count(warm_up, 'forward')} before your first backward, because the "
-                f"{_count(schedule.num_stages - 1 - stage, 'stage')} behind you must answer first."
+                f" You run {_count(ahead, 'forward')} before your first backward, because its gradient "
+                "has to come back from the last stage."
                 if stage < schedule.num_stages - 1
                 else " You are the last stage, so each backward follows its own forward at once."
             )
