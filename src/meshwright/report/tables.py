@@ -64,8 +64,10 @@ def as_text(renderable: RenderableType, width: int = PLAIN_WIDTH) -> str:
 def _grid(title: str, columns: Sequence[tuple[str, bool]]) -> Table:
     """Return an empty table; a column is (head, is a number)."""
     out = Table(box=SIMPLE_HEAD, title=Text(title, style="bold"), title_justify="left", pad_edge=False)
-    for head, numeric in columns:
-        out.add_column(Text(head), justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+    for index, (head, numeric) in enumerate(columns):
+        out.add_column(
+            Text(head), justify="right" if numeric else "left", no_wrap=numeric or index == 0, overflow="fold"
+        )
     return out
 
 
