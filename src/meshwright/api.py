@@ -176,7 +176,7 @@ def parallelize(
     rate: Callable[[int], float] | None = None,
     blocks: str | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Return (model, optimizer, scheduler) for a user's own loop: ``loss.backward(); optimizer.step(); scheduler.step()``.
+    """Return (model, optimizer, scheduler) for a user's own loop.
 
     The loop takes the mean over its own rank's tokens, as with DDP; gradients are averaged over the data-parallel
     ranks. Accumulate with ``with model.no_sync():`` around all but the last backward. Call it on every rank after

@@ -162,7 +162,7 @@ def run_proof(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     tied = {t.name: t.tied_to for t in spec.tensors() if t.tied_to is not None}
-    result = verdict(plan, truth, proofs, tolerances(precision, own_error), tied)
+    result = verdict(plan, truth, proofs, tolerances(precision, own_error, max(truth.losses)), tied)
     if spec.dropout:
         result["notes"] = [f"dropout {spec.dropout:g} rests during a proof"]
     return result

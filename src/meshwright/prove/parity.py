@@ -95,13 +95,19 @@ def merge_ranks(ranks: Sequence[Mapping[str, TensorDiff]]) -> dict[str, TensorDi
     return merged
 
 
-def relative(diffs: Mapping[str, TensorDiff], ref_max: Mapping[str, float], rename: Mapping[str, str]) -> dict[str, float]:
+def relative(
+    diffs: Mapping[str, TensorDiff], ref_max: Mapping[str, float], rename: Mapping[str, str]
+) -> dict[str, float]:
     """Return the relative difference of each tensor (inf where it is not finite)."""
     floor = FLOOR * max(ref_max.values(), default=0.0)
     out: dict[str, float] = {}
     for name, item in diffs.items():
         scale = max(ref_max[rename.get(name, name)], floor)
-        out[name] = item.max_abs / scale if item.finite and scale > 0 else (0.0 if item.max_abs == 0 else float("inf"))
+        out[name] = (
+            item.max_abs / scale
+            if item.finite and scale > 0
+            else (0.0 if item.max_abs == 0 else float("inf"))
+        )
     return out
 
 

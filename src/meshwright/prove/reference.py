@@ -95,7 +95,9 @@ def run_reference(
             with torch.autocast("cpu", dtype=dtype_of(recipe.precision), enabled=autocast):
                 logits_BTV = model(input_ids=x_BT, use_cache=False).logits
             logits_BTV = logits_BTV if fp64 else logits_BTV.float()
-            part = F.cross_entropy(logits_BTV.flatten(0, 1), y_BT.flatten(), ignore_index=-100, reduction="sum")
+            part = F.cross_entropy(
+                logits_BTV.flatten(0, 1), y_BT.flatten(), ignore_index=-100, reduction="sum"
+            )
             (part / valid).backward()
             loss += part.item() / valid
         gradients = {n: _gradient(p) for n, p in trainable.items()}

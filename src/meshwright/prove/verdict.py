@@ -17,22 +17,32 @@ from meshwright.prove.worker import RankProof
 FP64 = {"loss": 1e-10, "gradients": 1e-10, "grad_norm": 1e-10, "weights": 1e-9}
 """Bounds in float64: sums in another order differ by about 1e-15 relative, AdamW stretches that for tiny gradients."""
 
+ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+"""Unit roundoff of the compute precision: what one rounding of a logit does to the loss, relative."""
+
 SLACK = 4.0
 """In a lower precision a layout may be this many times as far from float64 as one device is."""
 
 
-def tolerances(precision: str, own_error: Mapping[str, float] | None) -> dict[str, Any]:
+def tolerances(
+    precision: str, own_error: Mapping[str, float] | None, largest_loss: float = 0.0
+) -> dict[str, Any]:
     """Return the bounds of a proof and what they rest on.
 
     In float64 they are fixed. In a lower precision they are ``SLACK`` times one device's own distance from
     float64 - the larger of the batch as it is and the batch with its rows in reverse order - so that a layout
-    passes when it is as close to the exact result as one device is.
+    passes when it is as close to the exact result as one device is. The loss and the norm are single numbers whose
+    own error may vanish by chance, so their bounds are at least one unit roundoff, relative.
     """
     if precision == "fp64":
         return FP64 | {"basis": "fixed: summation order in float64"}
     assert own_error is not None
-    return {name: SLACK * value for name, value in own_error.items()} | {
-        "basis": f"{SLACK:g} x the error of one device in {precision} against float64, rows in both orders",
+    bounds = {name: SLACK * value for name, value in own_error.items()}
+    bounds["loss"] = max(bounds["loss"], ROUNDOFF[precision] * largest_loss)
+    bounds["grad_norm"] = max(bounds["grad_norm"], ROUNDOFF[precision])
+    return bounds | {
+        "basis": f"{SLACK:g} x the error of one device in {precision} against float64, rows in both orders; "
+        "loss and norm at least one unit roundoff",
         "own_error": dict(own_error),
     }
 

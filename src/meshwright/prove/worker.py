@@ -86,7 +86,11 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof
     rename = {t.name: t.tied_to for t in spec.tensors() if t.tied_to is not None and t.name in model.params}
     rows = torch.from_numpy(
         rank_rows(
-            plan.batch.global_batch, plan.batch.micro_batch, plan.batch.accumulation, plan.layout.dp, view.dp_rank
+            plan.batch.global_batch,
+            plan.batch.micro_batch,
+            plan.batch.accumulation,
+            plan.layout.dp,
+            view.dp_rank,
         )
     )
     losses: list[float] = []
