@@ -157,7 +157,7 @@ def test_models_table() -> None:
 
 def test_clusters_table_shows_the_catalogue_with_sources() -> None:
     text = as_text(clusters_table(describe_clusters()), width=220)
-    row = next(line for line in text.split("\n") if line.startswith("a100-40gb-x8"))
+    row = next(line for line in text.split("\n") if line.strip().startswith("a100-40gb-x8"))
     for part in ("A100-40GB", "40 GB", "312 TFLOP/s"):
         assert part in row
     assert "nan" not in text
