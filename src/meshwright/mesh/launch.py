@@ -93,7 +93,7 @@ def run_local(
 
     The worker runs inside an initialised default process group. Rank 0's standard output goes line by line to
     ``on_line`` (default: this process's standard output); everything else that ranks print goes to ``rank-N.log`` in
-    ``log_dir`` (default: a folder that is kept only when the job fails).
+    ``log_dir``, after what is there (default: a folder that is kept only when the job fails).
 
     Args:
         worker: a function of a module.
@@ -346,7 +346,7 @@ def _rank(connection: Connection, inherited: list[Connection], job: _Job) -> Non
 
 def _redirect(job: _Job) -> None:
     """Send standard error to the log file; standard output too, but rank 0's goes where the launcher reads it."""
-    log = os.open(job.log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    log = os.open(job.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     out = log
     if job.rank == 0:
         out = os.open(os.path.join(job.folder, "stdout"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
