@@ -103,11 +103,12 @@ def relative(
     out: dict[str, float] = {}
     for name, item in diffs.items():
         scale = max(ref_max[rename.get(name, name)], floor)
-        out[name] = (
-            item.max_abs / scale
-            if item.finite and scale > 0
-            else (0.0 if item.max_abs == 0 else float("inf"))
-        )
+        if not item.finite:
+            out[name] = float("inf")
+        elif scale > 0:
+            out[name] = item.max_abs / scale
+        else:  # every reference entry is zero
+            out[name] = 0.0 if item.max_abs == 0 else float("inf")
     return out
 
 
