@@ -6,4 +6,207 @@ from typing import Final
 
 from meshwright.base.codes.info import CodeInfo
 
-CODES: Final[tuple[CodeInfo, ...]] = ()
+CODES: Final[tuple[CodeInfo, ...]] = (
+    CodeInfo(
+        code="E701",
+        title="There is no checkpoint here",
+        kind="input",
+        why="the folder is not there, or holds no complete checkpoint",
+        needs="a folder step-N, or a run folder with a complete one in checkpoints/",
+        do="name a folder step-N; meshwright checkpoint inspect RUN_DIR takes the newest",
+        page="""A checkpoint is a folder step-N with a manifest.json, which is written last.
+A command takes such a folder, or a run folder, whose newest complete checkpoint it then uses.
+The message lists the folders that were looked at and why each one does not count.""",
+    ),
+    CodeInfo(
+        code="E702",
+        title="The checkpoint is incomplete",
+        kind="input",
+        why="a save that was interrupted, or a copy that was cut short, is not a state of the run",
+        needs="manifest.json and every file in it, of the size it says",
+        do="use an earlier checkpoint (resuming does so by itself), or copy the folder again",
+        page="""A save writes the shards first, manifest.json last, and renames the folder to step-N at the end.
+A folder without a manifest is a save that did not finish; a file of another size was cut short afterwards.
+Resuming passes over such folders, says why, and takes the newest complete one.""",
+    ),
+    CodeInfo(
+        code="E703",
+        title="Writing failed",
+        kind="world",
+        why="one rank could not write, so no rank has a checkpoint of this step",
+        needs="room and permission to write in the folder, on every node",
+        do="free space or correct the permission; checkpoints that were complete before are untouched",
+        page="""The message names the rank and the system's own words (no space left on device, permission denied).
+All ranks end with the same error, the partial folder is removed, and earlier checkpoints stay as they were.
+A checkpoint needs about 12 bytes per parameter with AdamW in fp32: parameter, two moments.
+An export needs the bytes of the parameters alone, in the dtype that is asked for.""",
+    ),
+    CodeInfo(
+        code="E704",
+        title="The ranks do not share the checkpoint folder",
+        kind="world",
+        why="every rank writes its own shards into one folder, and a folder on a node's own disk has only that node's",
+        needs="one folder that all nodes see under the same path",
+        do="set run.dir to a path on a shared file system",
+        page="""Each rank writes its shards; rank 0 then checks that it sees every file in its full size.
+On several nodes the folder must lie on a file system that they share (NFS, Lustre, a mounted volume).
+A file system that shows new files late can cause this too: mount it without attribute caching.""",
+    ),
+    CodeInfo(
+        code="E705",
+        title="Tensors are missing from the checkpoint",
+        kind="input",
+        why="a parameter or optimizer entry that is not loaded would keep its random or zero value unseen",
+        needs="every tensor of the run, under its logical name",
+        do="load it with the model config, freeze patterns and optimizer that it was saved with",
+        page="""Names are compared before anything is loaded; nothing is loaded when one is missing.
+Common causes: another model config, a wrapper's prefix (module., _orig_mod.), another optimizer (AdamW
+keeps exp_avg, exp_avg_sq and step; SGD keeps momentum_buffer), or a parameter that was frozen in the saved run.
+To take the weights alone into a new run, export them and set model.weights to the exported folder.""",
+    ),
+    CodeInfo(
+        code="E706",
+        title="The checkpoint holds tensors that the run does not have",
+        kind="input",
+        why="state that is left behind unseen is a run that goes on from another point than it says",
+        needs="a run that takes every stored tensor",
+        do="load it with the model config, freeze patterns and optimizer that it was saved with",
+        page="""Every tensor of the checkpoint must have its place on some rank of the run.
+Left-over parameters mean another model or a wrapper's prefix; left-over optimizer entries mean another
+optimizer, or a parameter that is frozen now and was trained before.
+To take the weights alone into a new run, export them and set model.weights to the exported folder.""",
+    ),
+    CodeInfo(
+        code="E707",
+        title="Stored shapes differ from the model's",
+        kind="input",
+        why="a tensor of another shape belongs to another model",
+        needs="the logical shape of every tensor, whatever the layout",
+        do="use the model config that the checkpoint's manifest keeps (meshwright checkpoint inspect shows it)",
+        page="""Shapes are those of whole tensors, so another layout never changes them.
+A vocabulary that was padded or a tokenizer that grew changes the embedding and the head.""",
+    ),
+    CodeInfo(
+        code="E708",
+        title="Stored dtypes differ from the run's",
+        kind="input",
+        why="fp32 state that passes through a narrower dtype has lost digits for good, and nobody sees it in the loss",
+        needs="the storage dtype of the run that saved it",
+        do="use the precision of the saved run in the layout, or export the weights with a dtype and start from them",
+        page="""Parameters and optimizer state are loaded bit for bit, never cast.
+precision=fp64 stores float64; fp32, bf16 and fp16 store float32 masters, so these three can be exchanged.
+An export (meshwright checkpoint export) casts on purpose and writes the dtype into config.json.""",
+    ),
+    CodeInfo(
+        code="E709",
+        title="The checkpoint is damaged",
+        kind="input",
+        why="bytes on the disk are not those that were written",
+        needs="the SHA-256 of every file as the manifest has it",
+        do="use another checkpoint, or copy the named file again from where it is whole",
+        page="""Every file's SHA-256 and every tensor piece's CRC-32 are in manifest.json.
+meshwright checkpoint verify reads all files and names the damaged file and the tensors in the damaged part.
+Loading and exporting check the same hashes first. Damage in .metadata concerns the index of all tensors.
+Bytes that change on a disk point to the disk, the file system or the memory of the machine that wrote them.""",
+    ),
+    CodeInfo(
+        code="E710",
+        title="The checkpoint's index holds more than tensors",
+        kind="input",
+        why="the index is a pickle; a crafted one runs code in the process that reads it, so only known classes are read",
+        needs="an index of tensors in files of this folder",
+        do="take the checkpoint only from where you trust; delete this one",
+        page="""torch's distributed checkpoint keeps its index .metadata as a pickle.
+It is read here by an unpickler that knows the dozen classes an index is made of and calls nothing else.
+Entries that are not tensors, files outside the folder and stored transforms are refused too.
+The message names what was found; nothing of it was run.""",
+    ),
+    CodeInfo(
+        code="E711",
+        title="A shard cannot be read",
+        kind="world",
+        why="the index names a piece of a tensor that the file does not hold",
+        needs="the files that the index was written with",
+        do="run meshwright checkpoint verify; use another checkpoint",
+        page="""The message names the tensor, the file and the reader's own words.
+A manifest, an index and shards from different saves in one folder lead to this.""",
+    ),
+    CodeInfo(
+        code="E712",
+        title="The output folder is not empty",
+        kind="input",
+        why="files of two exports in one folder would be taken for one model",
+        needs="a path that does not exist yet, or an empty folder",
+        do="name another --out, or remove what is there",
+        page="""An export is written aside and gets its name when it is whole; nothing is overwritten.""",
+    ),
+    CodeInfo(
+        code="E713",
+        title="The checkpoint does not say which model it is",
+        kind="input",
+        why="config.json is made from the plan that the manifest keeps",
+        needs="a manifest with plan.model_config",
+        do="export a checkpoint that meshwright train wrote",
+        page="""meshwright train keeps the plan, with the model's config, in every checkpoint's manifest.json.
+A checkpoint written through the Python API has what its caller put there.""",
+    ),
+    CodeInfo(
+        code="E714",
+        title="The dtype of the export is not clear",
+        kind="input",
+        why="the file's dtype and the one in config.json must be one and the same",
+        needs="fp64, fp32, bf16 or fp16; or stored parameters of one dtype",
+        do="give --dtype bf16 (or fp32)",
+        page="""Without --dtype the tensors keep the dtype they are stored in, which is float32 for mixed precision.
+config.json gets the same dtype, so that loading with the config's dtype changes nothing.""",
+    ),
+    CodeInfo(
+        code="E715",
+        title="The exported model answers differently",
+        kind="fault",
+        why="the exported files must give the logits of the checkpoint",
+        needs="equal logits, up to a few roundings of the dtype",
+        do="do not use the export; report the model's config and this message",
+        page="""--check-logits loads the exported folder with transformers, builds a second model straight from the
+checkpoint, and compares the logits of both on the same tokens.
+A tensor that transformers misses or does not know is reported in the same way.""",
+    ),
+    CodeInfo(
+        code="E716",
+        title="Optimizer state without a logical name",
+        kind="fault",
+        why="state is stored by the logical name of its parameter, so that any layout can find it",
+        needs="an optimizer over the named parameters, whose state is tensors and numbers",
+        do="build the optimizer from the parameters that are saved, after they are sharded",
+        page="""An optimizer that was built before the model was sharded holds other parameter objects than the model.
+Build it afterwards. State entries must be tensors or plain numbers.""",
+    ),
+    CodeInfo(
+        code="E717",
+        title="The checkpoint's extra values are not JSON",
+        kind="input",
+        why="everything beside tensors is kept as JSON, which runs no code when it is read",
+        needs="strings, finite numbers, booleans, null, lists and objects with string keys",
+        do="convert the value that the message names",
+        page="""Objects are never pickled into a checkpoint. Infinite and NaN numbers are not JSON either.""",
+    ),
+    CodeInfo(
+        code="E718",
+        title="The checkpoint has a newer format",
+        kind="input",
+        why="a newer version may store state that this one does not know",
+        needs="a format version that this program reads",
+        do="install the version of meshwright that the manifest names",
+        page="""manifest.json has a format_version, which is raised when older programs could misread the folder.""",
+    ),
+    CodeInfo(
+        code="E719",
+        title="The stored tensors are not those of the model",
+        kind="input",
+        why="an export with a missing tensor loads with random values in its place",
+        needs="every tensor of transformers' model for this config, once, in its shape",
+        do="export a checkpoint of a finished save; check that plan.model_config is the model's",
+        page="""Names and shapes are compared with those of the transformers model of the same config.
+A tied head is not stored: the embedding stands for both, as in files that transformers writes.""",
+    ),
+)

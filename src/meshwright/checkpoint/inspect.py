@@ -1,0 +1,105 @@
+"""Looking at a checkpoint without loading it: what it holds, and whether its bytes are still those written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from meshwright.base.errors import MeshwrightError, problem
+from meshwright.base.units import format_bytes
+from meshwright.checkpoint.load import latest_checkpoint
+from meshwright.checkpoint.manifest import MANIFEST, find_damage, manifest_or_reason, read_manifest
+
+
+def find_checkpoint(target: Path) -> Path:
+    """Return ``target`` when it is a checkpoint, else the newest complete one of a run folder or checkpoints folder.
+
+    Raises:
+        MeshwrightError: E701 when there is none, with why those that are there do not count.
+    """
+    if (target / MANIFEST).is_file() or target.name.startswith("step-"):
+        return target
+    reasons: list[str] = []
+    for folder in (target / "checkpoints", target):
+        newest, skipped = latest_checkpoint(folder)
+        if newest is not None:
+            return newest
+        reasons += skipped
+    found = (
+        "there is no such folder" if not target.is_dir() else "; ".join(reasons) or "no step-N folder in it"
+    )
+    raise MeshwrightError(problem("E701", where=str(target), found=found))
+
+
+def inspect_command(dir: str) -> dict[str, Any]:
+    """Return what the checkpoint at ``dir`` (or the newest of a run folder) holds, from its manifest.
+
+    Raises:
+        MeshwrightError: E701, E702, E718.
+    """
+    path = find_checkpoint(Path(dir))
+    manifest = read_manifest(path)
+    tensors: list[Mapping[str, Any]] = manifest["tensors"]
+    parameters = [t for t in tensors if t["entry"] == "parameter"]
+    state = [t for t in tensors if t["entry"] != "parameter"]
+    plan: Mapping[str, Any] = manifest.get("plan") or {}
+    size = sum(f["bytes"] for f in manifest["files"])
+    entries: dict[str, int] = {}
+    for row in state:
+        entries[row["entry"]] = entries.get(row["entry"], 0) + 1
+    return {
+        "path": str(path),
+        "complete": True,
+        "step": manifest["step"],
+        "world_size": manifest["world_size"],
+        "plan_hash": manifest["plan_hash"],
+        "layout": plan.get("layout"),
+        "model": plan.get("model_name"),
+        "tensors": len(tensors),
+        "parameters": {
+            "tensors": len(parameters),
+            "elements": sum(prod(t["shape"]) for t in parameters),
+            "bytes": sum(t["bytes"] for t in parameters),
+            "dtypes": sorted({t["dtype"] for t in parameters}),
+        },
+        "optimizer": {
+            "class": manifest["optimizer"]["class"],
+            "entries": entries,
+            "bytes": sum(t["bytes"] for t in state),
+        },
+        "tied": manifest["tied"],
+        "files": len(manifest["files"]),
+        "bytes": size,
+        "size": format_bytes(size),
+        "extra": manifest["extra"],
+        "versions": manifest.get("versions", {}),
+    }
+
+
+def verify_command(dir: str) -> dict[str, Any]:
+    """Return whether every byte of the checkpoint is still the one written, and what is damaged by file and tensor.
+
+    A checkpoint that is incomplete is not ok either; a folder without any is refused.
+
+    Raises:
+        MeshwrightError: E701, E718.
+    """
+    path = find_checkpoint(Path(dir))
+    if not path.is_dir():
+        raise MeshwrightError(problem("E701", where=str(path), found="there is no such folder"))
+    answer: dict[str, Any] = {"path": str(path), "ok": False, "step": None, "files": 0, "bytes": 0}
+    manifest, reason = manifest_or_reason(path)
+    if manifest is None:
+        return answer | {"incomplete": reason, "damaged": []}
+    damage = find_damage(path, manifest["files"])
+    return answer | {
+        "ok": not damage,
+        "step": manifest["step"],
+        "files": len(manifest["files"]),
+        "bytes": sum(f["bytes"] for f in manifest["files"]),
+        "tensors": len(manifest["tensors"]),
+        "incomplete": "",
+        "damaged": [{"file": d.file, "why": d.why, "tensors": list(d.tensors)} for d in damage],
+    }

@@ -1,0 +1,164 @@
+"""Reading torch DCP's files without running what is in them.
+
+``.metadata`` is a pickle, and torch reads it with plain ``pickle.load``, which runs any code that a crafted file
+asks for. Here an unpickler knows only the classes that such an index is made of, and the index is checked:
+tensors only (object entries would be loaded with pickle too), files in the folder only, no transforms.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+
+from meshwright.base.errors import MeshwrightError, problem
+from meshwright.checkpoint.manifest import METADATA, is_plain_name
+
+_INDEX = "torch.distributed.checkpoint.metadata"
+ALLOWED: Final[frozenset[tuple[str, str]]] = frozenset(
+    {
+        *(
+            (_INDEX, name)
+            for name in (
+                "Metadata",
+                "MetadataIndex",
+                "TensorStorageMetadata",
+                "TensorProperties",
+                "ChunkStorageMetadata",
+                "StorageMeta",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        *(
+            ("torch", str(dtype).removeprefix("torch."))
+            for dtype in (
+                torch.float64,
+                torch.float32,
+                torch.float16,
+                torch.bfloat16,
+                torch.float8_e4m3fn,
+                torch.float8_e5m2,
+                torch.int64,
+                torch.int32,
+                torch.int16,
+                torch.int8,
+                torch.uint8,
+                torch.bool,
+            )
+        ),
+    }
+)
+"""Every name that an index of tensors may use, by module."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """An unpickler of DCP's index; any name that is not in ``ALLOWED`` ends it before anything is called."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) not in ALLOWED:
+            raise pickle.UnpicklingError(
+                f"it names {module_name}.{global_name}, which no index of tensors uses"
+            )
+        return getattr(importlib.import_module(module_name), global_name)
+
+
+def read_index(folder: Path) -> Metadata:
+    """Return DCP's index of the checkpoint in ``folder``.
+
+    Raises:
+        MeshwrightError: E710 for an index that holds more than tensors in this folder, E702 when it is not there.
+    """
+    path = folder / METADATA
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise MeshwrightError(
+            problem("E702", where=str(folder), found=f"{METADATA}: {type(error).__name__}: {error}")
+        ) from error
+    try:
+        index = _Unpickler(io.BytesIO(content)).load()
+        _check(index)
+    except Exception as error:  # a crafted or cut-off pickle can raise anything; nothing of it was called
+        raise MeshwrightError(problem("E710", where=str(path), found=str(error))) from error
+    return index
+
+
+def _check(index: Any) -> None:
+    """Raise ValueError unless ``index`` describes tensors in plain files, each piece once."""
+    if type(index) is not Metadata:
+        raise ValueError(f"it holds a {type(index).__name__}, not an index")
+    for key, entry in index.state_dict_metadata.items():
+        if type(key) is not str or type(entry) is not TensorStorageMetadata:
+            raise ValueError(f"entry {key!r} is not a tensor; objects are not read")
+        for chunk in entry.chunks:
+            place = index.storage_data.get(MetadataIndex(key, chunk.offsets))
+            if place is None:
+                raise ValueError(f"a piece of {key} has no place in a file")
+    for where, place in index.storage_data.items():
+        if type(place.relative_path) is not str or not is_plain_name(place.relative_path):
+            raise ValueError(f"{where.fqn} lies outside the folder, in {place.relative_path!r}")
+        if getattr(place, "transform_descriptors", None):
+            raise ValueError(f"{where.fqn} is stored through a transform, which is not read")
+
+
+class SafeReader(FileSystemReader):
+    """DCP's file reader with the checked index."""
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        super().__init__(folder)
+        self._index = index
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the index that was read and checked before."""
+        if self._index.storage_meta is None:
+            self._index.storage_meta = StorageMeta()
+        self._index.storage_meta.load_id = self.load_id
+        return self._index
+
+
+def read_tensor(folder: Path, index: Metadata, key: str) -> Tensor:
+    """Return the whole tensor ``key``, put together from its pieces on the CPU.
+
+    Holds the tensor and one of its pieces; needs no process group.
+
+    Raises:
+        MeshwrightError: E711 when a piece cannot be read or has another shape than the index says.
+    """
+    entry = index.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    assert index.storage_data is not None
+    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+    for chunk in entry.chunks:
+        place = index.storage_data[MetadataIndex(key, chunk.offsets)]
+        try:
+            with (folder / place.relative_path).open("rb") as stream:
+                stream.seek(place.offset)
+                held = io.BytesIO(stream.read(place.length))
+            piece = torch.load(held, map_location="cpu", weights_only=True)
+            if piece.shape != chunk.sizes or piece.dtype != whole.dtype:
+                raise ValueError(
+                    f"a piece is {list(piece.shape)} {piece.dtype}, the index says {list(chunk.sizes)} {whole.dtype}"
+                )
+        except Exception as error:  # what torch raises for a broken file is not one class
+            raise MeshwrightError(
+                problem(
+                    "E711",
+                    where=str(folder / place.relative_path),
+                    found=f"{key}: {type(error).__name__}: {error}",
+                )
+            ) from error
+        part = whole
+        for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            part = part.narrow(dim, start, size)
+        part.copy_(piece)
+    return whole

@@ -1,0 +1,273 @@
+"""Writing a checkpoint: every rank its own shards, aside, then one rename.
+
+Order: agree on a folder -> torch DCP writes the shards and its index, each file brought to the disk -> every
+rank reads back and hashes its own files -> rank 0 writes the manifest -> one rename. A fault on any rank ends
+the save on all ranks with the same error and leaves the checkpoints that were there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem
+from meshwright.checkpoint.agree import Ranks
+from meshwright.checkpoint.manifest import (
+    FORMAT,
+    FORMAT_VERSION,
+    METADATA,
+    MODEL,
+    OPTIMIZER,
+    StoredFile,
+    hash_file,
+    old_name,
+    step_name,
+    steps_in,
+    sync_folder,
+    temporary_name,
+    why_incomplete,
+    write_manifest,
+)
+from meshwright.checkpoint.metadata import read_index
+from meshwright.checkpoint.state import describe_optimizer, rank_state
+
+
+class _Writer(FileSystemWriter):
+    """DCP's file writer, without the folder's path in the index (it is a machine's, and it will be renamed)."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+
+def save_checkpoint(
+    *,
+    folder: Path,
+    step: int,
+    params: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    tied: Mapping[str, str],
+    extra: dict[str, Any],
+    manifest: dict[str, Any],
+    world_size: int,
+    rank: int,
+) -> Path:
+    """Write ``folder/step-N`` and return its path on every rank. Every rank calls it.
+
+    Replicated tensors are written once, spread over the ranks that hold them. A ``step-N`` that is there already
+    is replaced by the rename.
+
+    Args:
+        folder: where the run keeps its checkpoints.
+        step: the step after which the state is saved.
+        params: this rank's parameters by logical name.
+        optimizer: the optimizer over them.
+        tied: names in ``params`` that are second copies, mapped to the logical name; copies are not stored.
+        extra: JSON values that resuming needs (step, seed, loss scale, data position, plan hash).
+        manifest: JSON facts for people and for the export (plan, versions, tokenizer).
+        world_size: ranks that call this.
+        rank: this rank.
+
+    Communication: gathers of plans and file hashes, broadcasts of names, on ``world``.
+
+    Raises:
+        MeshwrightError: E703 when writing failed on a rank, E704 when rank 0 does not see another rank's files,
+            E716 and E717 for state that cannot be stored.
+    """
+    ranks = Ranks(rank, world_size)
+    problems = _json_problems(extra, "extra") + _json_problems(manifest, "manifest")
+    tensors: dict[str, Tensor] = {}
+    try:
+        tensors = rank_state(params, optimizer, tied, with_copies=False).tensors
+    except MeshwrightError as error:
+        problems += error.problems
+    ranks.refuse(problems)
+    temporary = folder / _begin(ranks, folder, step)
+    try:
+        _write_shards(ranks, temporary, tensors)
+        files = _hash_shards(ranks, temporary)
+        facts = {"extra": extra, "optimizer": describe_optimizer(optimizer)}
+        copies = {c: o for part in ranks.gather(dict(tied)) or () for c, o in part.items()}
+        verdict: list[Problem] = []
+        if files is not None:
+            facts |= {"tied": copies, "step": step, "world_size": world_size}
+            verdict = _finish(temporary, files, manifest | facts)
+        ranks.refuse(verdict, ExitCode.ENVIRONMENT)
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return folder / step_name(step)
+
+
+def _json_problems(values: Mapping[str, Any], where: str) -> list[Problem]:
+    try:
+        json.dumps(values, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        return [problem("E717", where=where, found=str(error))]
+    return []
+
+
+def _begin(ranks: Ranks, folder: Path, step: int) -> str:
+    """Make the temporary folder on rank 0 and return its name on every rank."""
+    name, found = temporary_name(step, uuid.uuid4().hex[:12]), ""
+    if ranks.rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            clean(folder)
+            (folder / name).mkdir()
+        except OSError as error:
+            found = f"{type(error).__name__}: {error}"
+    name, found = ranks.from_first((name, found))
+    if found:
+        raise MeshwrightError(
+            problem("E703", where=str(folder), found=f"rank 0: {found}"), ExitCode.ENVIRONMENT
+        )
+    return name
+
+
+def clean(folder: Path) -> None:
+    """Remove what saves left in ``folder`` that did not finish; a replaced checkpoint without successor comes back."""
+    found = steps_in(folder)
+    for _, path in found["temporary"]:
+        shutil.rmtree(path, ignore_errors=True)
+    for step, path in found["old"]:
+        final = folder / step_name(step)
+        if not final.exists() and not why_incomplete(path):
+            path.rename(final)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_shards(ranks: Ranks, temporary: Path, tensors: dict[str, Tensor]) -> None:
+    """Let DCP write this rank's shards and, on rank 0, the index."""
+    try:
+        with warnings.catch_warnings():
+            if ranks.world_size == 1:  # torch warns that it saves in one process, which is meant here
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            save(
+                dict(tensors),
+                storage_writer=_Writer(temporary, sync_files=True, overwrite=False),
+                no_dist=ranks.world_size == 1,
+            )
+    except CheckpointException as error:
+        raise MeshwrightError(
+            [
+                problem(
+                    "E703",
+                    where=str(temporary.parent),
+                    found=f"rank {guilty}: {type(cause).__name__}: {cause}",
+                )
+                for guilty, (cause, _) in sorted(error.failures.items())
+            ],
+            ExitCode.ENVIRONMENT,
+        ) from error
+
+
+def _hash_shards(ranks: Ranks, temporary: Path) -> list[StoredFile] | None:
+    """Return every rank's files with their hashes on rank 0 (None elsewhere), each hashed by who wrote it."""
+    problems: list[Problem] = []
+    mine: list[StoredFile] = []
+    try:
+        pieces = _pieces(read_index(temporary))
+        own = sorted(temporary.glob(f"__{ranks.rank}_*"))
+        mine = [hash_file(path, pieces.get(path.name, ())) for path in own]
+        sync_folder(temporary)
+    except MeshwrightError as error:
+        found = f"rank {ranks.rank} does not see the index that rank 0 wrote: {error.problems[0].found}"
+        problems = [problem("E704", where=str(temporary.parent), found=found)]
+    except OSError as error:
+        found = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+        problems = [problem("E703", where=str(temporary.parent), found=found)]
+    ranks.refuse(problems, ExitCode.ENVIRONMENT)
+    parts = ranks.gather(mine)
+    return None if parts is None else [f for part in parts for f in part]
+
+
+def _pieces(index: Metadata) -> dict[str, list[tuple[str, int, int]]]:
+    """Return (key, offset, length) of every piece in each file."""
+    pieces: dict[str, list[tuple[str, int, int]]] = {}
+    for where, place in (index.storage_data or {}).items():
+        pieces.setdefault(place.relative_path, []).append((where.fqn, place.offset, place.length))
+    return pieces
+
+
+def _finish(temporary: Path, files: list[StoredFile], facts: dict[str, Any]) -> list[Problem]:
+    """Check that all files are here, write the manifest and give the folder its name; return what went wrong."""
+    folder = temporary.parent
+    try:
+        unseen = [
+            f.file
+            for f in files
+            if not (temporary / f.file).is_file() or (temporary / f.file).stat().st_size != f.bytes
+        ]
+        if unseen:
+            return [problem("E704", where=str(folder), found=f"rank 0 does not see {', '.join(unseen[:5])}")]
+        files = [*files, hash_file(temporary / METADATA)]
+        extra = facts["extra"]
+        write_manifest(
+            temporary,
+            facts
+            | {
+                "format": FORMAT,
+                "format_version": FORMAT_VERSION,
+                "plan_hash": extra.get("plan_hash", facts.get("plan_hash", "")),
+                "tensors": tensor_rows(read_index(temporary)),
+                "files": [f.as_dict() for f in files],
+                "complete": True,
+            },
+        )
+        publish(temporary, folder / step_name(facts["step"]))
+    except OSError as error:
+        return [problem("E703", where=str(folder), found=f"rank 0: {type(error).__name__}: {error}")]
+    return []
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give ``temporary`` the name ``final``; a folder of that name steps aside first and is removed after."""
+    aside: Path | None = None
+    if final.exists():
+        step = int(final.name.rpartition("-")[2])
+        aside = final.with_name(old_name(step, uuid.uuid4().hex[:12]))
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    sync_folder(final.parent)
+    if aside is not None:
+        with contextlib.suppress(OSError):  # the next save tries again
+            shutil.rmtree(aside)
+
+
+def tensor_rows(index: Metadata) -> list[dict[str, Any]]:
+    """Return one row per stored tensor: key, name, entry ("parameter" or the optimizer's), shape, dtype, bytes."""
+    rows: list[dict[str, Any]] = []
+    for key, stored in index.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata)
+        if key.startswith(MODEL):
+            name, entry = key.removeprefix(MODEL), "parameter"
+        else:
+            name, _, entry = key.removeprefix(OPTIMIZER).rpartition("/")
+        dtype = stored.properties.dtype
+        rows.append(
+            {
+                "key": key,
+                "name": name,
+                "entry": entry,
+                "shape": list(stored.size),
+                "dtype": str(dtype).removeprefix("torch."),
+                "bytes": stored.size.numel() * dtype.itemsize,
+            }
+        )
+    return rows
