@@ -18,6 +18,7 @@ from meshwright.base.errors import ExitCode, MeshwrightError
 from meshwright.base.records import Measurement, MemoryBytes, Prediction, RankRecord, TimeSeconds, errors_pct
 from meshwright.layout.batch import Batch
 from meshwright.layout.layout import Layout
+from meshwright.layout.precision import precision_table
 from meshwright.program.explain import explain_rank
 from meshwright.program.plan import Plan
 from meshwright.program.plan_file import plan_to_dict, save_plan
@@ -96,9 +97,9 @@ def make_run(folder: Path, plan: Plan | None = None, *, log: str = "hello") -> P
         model_tflops_per_gpu=0.009,
         mfu_pct=None,
         flops_convention="causal",
-        bubble_share_of_total=0.23,
+        bubble_share_of_total=None,
         memory=memory(0, 1.1),
-        time=TimeSeconds(compute=0.65, data=0.12, bubble=0.17, optimizer=0.06),
+        time=TimeSeconds(compute=0.85, data=0.05, optimizer=0.06, other=0.04),
         ranks=tuple(replace(r, memory=memory(r.rank, 1.1)) for r in plan.prediction.ranks),
         steps=STEPS,
     )
@@ -109,7 +110,7 @@ def make_run(folder: Path, plan: Plan | None = None, *, log: str = "hello") -> P
         "resolved": {"optimizer": {"lr": 0.0006, "betas": [0.9, 0.95]}, "run": {"dir": "runs/demo"}},
         "origins": {"optimizer.lr": "recipes/demo.yaml", "run.dir": "--set"},
         "versions": {"meshwright": "0.1.0", "torch": "2.13.0"},
-        "precision_table": {"storage": "fp32", "compute": "fp32"},
+        "precision_table": precision_table(plan.layout).rows(),
         "prediction": plan.prediction.as_dict(),
         "measurement": measurement.as_dict(),
         "errors_pct": errors_pct(plan.prediction, measurement),
@@ -143,12 +144,20 @@ def make_run(folder: Path, plan: Plan | None = None, *, log: str = "hello") -> P
         "world_size": plan.world_size,
         "steps": 3,
         "loss": {"max_abs_diff": 3e-15},
-        "gradients": {"max_rel_diff": 2.1e-12, "worst": "model.layers.1.mlp.down_proj.weight", "missing": []},
+        "gradients": {
+            "max_rel_diff": 2.1e-12,
+            "worst": {"tensor": "model.layers.1.mlp.down_proj.weight", "step": 2, "rel_diff": 2.1e-12},
+            "missing": [],
+        },
         "grad_norm": {"max_rel_diff": 4e-14},
-        "weights": {"max_rel_diff": 8e-13, "worst": "lm_head.weight"},
+        "weights": {
+            "max_rel_diff": 8e-13,
+            "worst": {"tensor": "lm_head.weight", "step": 1, "rel_diff": 8e-13},
+        },
         "tolerance": {"loss": 1e-10, "gradients": 1e-10, "grad_norm": 1e-10, "weights": 1e-10},
         "sentinel": None,
-        "ledger": {"matches": True, "expected": [line], "recorded": [line]},
+        "checks": {"gradients": True, "tied_copies_equal": True},
+        "ledger": {"matches": True, "rank": 0, "expected": [line], "recorded": [line]},
         "placement": {"complete": True},
     }
     (folder / "prove.json").write_text(json.dumps(prove))
@@ -254,16 +263,22 @@ def test_every_section_has_its_content(page: Page) -> None:
             "of the total",
             "of the ideal",
             "F0",
-            "23.0 %",
         ),
         "memory-section": ("rank 3 (stage 1), measured", "optimizer state", "-9.1 %", "capacity 95.37 MiB"),
-        "time": ("data parallel", "80 % band", "forward and backward", "data 40.0 ms", "-7.7 %"),
+        "time": (
+            "data parallel",
+            "80 % band",
+            "forward and backward",
+            "data 40.0 ms",
+            "-5.6 %",
+            "- of it bubble",
+        ),
         "training": ("Loss", "Gradient norm", "Learning rate", "Throughput", "Peak memory"),
         "parity": (
             "Passed",
             "1.0e-10",
             "lm_head.weight",
-            "expected and recorded collectives agree",
+            "Ledger of rank 0: expected and recorded collectives agree",
             "1.00 MiB",
         ),
         "link-section": ("all-reduce", "ranks 0, 1, 2, 3", "1.5 GB/s", "67 GFLOP/s", "4 ranks share 2 cores"),
@@ -397,6 +412,8 @@ def test_a_failed_proof_is_shown_as_failed(tmp_path: Path) -> None:
     prove["sentinel"] = {"factor": 2.0, "cause": "summed over dp"}
     prove["ledger"] = {"matches": False, "expected": prove["ledger"]["expected"], "recorded": []}
     prove["placement"] = {"complete": False}
+    prove["checks"]["tied_copies_equal"] = False
+    prove["weights"]["max_rel_diff"] = math.inf
     (folder / "prove.json").write_text(json.dumps(prove))
     text = page_of(folder).text("parity")
     for part in (
@@ -441,6 +458,15 @@ def test_a_layout_without_a_pipeline_shows_one_rank_s_step(tmp_path: Path) -> No
     text = page_of(make_run(tmp_path / "run", plan)).text("timeline")
     for part in ("Rank 0's step in order", "all-gather", "reduce-scatter", "dp_shard", "4 ranks"):
         assert part in text
+
+
+def test_a_precision_that_the_run_recorded_otherwise_is_said(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    run = json.loads((folder / "run.json").read_text())
+    assert "other formats" not in page_of(folder).text("precision")
+    run["precision_table"][1][1] = "bf16"
+    (folder / "run.json").write_text(json.dumps(run))
+    assert "compute bf16 (derived: fp32)" in page_of(folder).text("precision")
 
 
 def test_one_rank_alone(tmp_path: Path) -> None:

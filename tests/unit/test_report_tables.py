@@ -18,6 +18,7 @@ from meshwright.report.tables import (
     plan_table,
     ranks_table,
 )
+from meshwright.report.timing import compare_causes
 
 GIB = 2**30
 LAYOUT: dict[str, Any] = {"dp": 4, "zero": 3, "shard": 4, "pp": 2, "cut": "3/3", "sp": "off", "order": "tp/cp/dp/pp",
@@ -121,6 +122,21 @@ def test_final_screen_subtracts_prediction_and_measurement() -> None:
     assert text.index("meshwright one") < text.index("meshwright two")
 
 
+def test_causes_that_a_loop_cannot_part_are_compared_as_one_sum() -> None:
+    predicted = {"compute": 1.0, "bubble": 0.5, "data": 0.25, "optimizer": 0.25}
+    rows = compare_causes(predicted, {"compute": 1.5, "data": 0.5, "optimizer": 0.2, "other": 0.1})
+    assert rows == (
+        ("compute, communication and waiting", 1.75, 2.0),
+        ("- of it compute", 1.0, None),
+        ("- of it data parallel", 0.25, None),
+        ("- of it bubble", 0.5, None),
+        ("optimizer", 0.25, 0.2),
+        ("other", 0.0, 0.1),
+    )
+    assert compare_causes(predicted, predicted)[3] == ("optimizer", 0.25, 0.25)
+    assert compare_causes(predicted, {})[0] == ("compute", 1.0, None)
+
+
 def test_final_screen_says_what_is_not_there() -> None:
     text = as_text(final_screen({}, {}, None, []))
     for part in ("No prediction", "No measurement", "not checked"):
@@ -160,7 +176,7 @@ def test_clusters_table_shows_the_catalogue_with_sources() -> None:
     row = next(line for line in text.split("\n") if line.strip().startswith("a100-40gb-x8"))
     for part in ("A100-40GB", "40 GB", "312 TFLOP/s"):
         assert part in row
-    assert "nan" not in text
+    assert " nan " not in text
 
 
 def test_ranks_table() -> None:

@@ -12,7 +12,7 @@ from meshwright.base.units import format_bytes, format_seconds
 from meshwright.layout.layout import Layout
 from meshwright.layout.precision import precision_table
 from meshwright.report.blocks import Block, Card, Grid, Items, Note
-from meshwright.report.proof import scientific
+from meshwright.report.proof import scientific, worst_name
 from meshwright.report.ranks import layout_text
 from meshwright.report.source import Source, listed, median, number, table
 from meshwright.report.svg import plain
@@ -120,11 +120,10 @@ def cards(source: Source) -> tuple[Card, ...]:
     if source.prove:
         passed = bool(source.prove.get("passed"))
         gradients = table(source.prove.get("gradients"))
-        worst = gradients.get("worst")
-        worst_name = table(worst).get("name") if isinstance(worst, Mapping) else worst
+        worst = worst_name(gradients.get("worst"))
         detail = f"gradients differ from one device by at most {scientific(gradients.get('max_rel_diff'))} (relative)"
-        if worst_name:
-            detail += f"; worst: {worst_name}"
+        if worst:
+            detail += f"; worst: {worst}"
         shown.append(
             Card(
                 title="Parity",
@@ -205,7 +204,8 @@ def why_blocks(source: Source) -> tuple[Block, ...]:
 
 def precision_blocks(source: Source, layout: Layout | None) -> tuple[Block, ...]:
     """Return which number format is used where: the layout's table, checked against what the run recorded."""
-    recorded = table(source.run.get("precision_table"))
+    found = source.run.get("precision_table")
+    recorded = table(found) or {str(r[0]): r[1] for r in map(listed, listed(found)) if len(r) > 1}
     if layout is None:
         if not recorded:
             return (

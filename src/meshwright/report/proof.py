@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +12,22 @@ from meshwright.report.source import Source, listed, number, table, tables
 
 
 def scientific(value: Any) -> str:
-    """Return a difference as text: 2.1e-12, 0, or - when there is none."""
+    """Return a difference as text: 2.1e-12, 0, infinite, or - when there is none."""
+    if isinstance(value, float) and math.isinf(value):
+        return "infinite"
     found = number(value)
     if found is None:
         return "-"
     return "0" if found == 0 else f"{found:.1e}"
+
+
+def worst_name(value: Any) -> str:
+    """Return the worst tensor's name and step, from its JSON form or a plain name; "" when there is none."""
+    found = table(value)
+    if not found:
+        return str(value) if isinstance(value, str) else ""
+    name, step = found.get("tensor") or found.get("name"), found.get("step")
+    return (f"{name} (step {step})" if step is not None else str(name)) if name else ""
 
 
 def ledger_rows(value: Any) -> dict[tuple[str, str], tuple[float, float]]:
@@ -57,6 +69,9 @@ def proof_blocks(source: Source) -> tuple[Block, ...]:
         ),
         _differences(prove),
     ]
+    failed = [name.replace("_", " ") for name, good in table(prove.get("checks")).items() if not good]
+    if failed:
+        blocks.append(Note(text=f"Checks that failed: {', '.join(failed)}.", tone="bad"))
     missing = [str(name) for name in listed(table(prove.get("gradients")).get("missing"))]
     if missing:
         blocks.append(
@@ -66,8 +81,8 @@ def proof_blocks(source: Source) -> tuple[Block, ...]:
     if sentinel:
         blocks.append(
             Note(
-                text=f"Sentinel: every gradient is off by the same factor, {sentinel.get('factor')}. Likely cause: "
-                f"{sentinel.get('cause')}",
+                text=f"Sentinel: {sentinel.get('tensors', 'all tensors')} off by one factor, {sentinel.get('factor')}. "
+                f"Likely cause: {sentinel.get('cause')}",
                 tone="bad",
             )
         )
@@ -105,9 +120,8 @@ def _differences(prove: Mapping[str, Any]) -> Grid:
             continue
         allowed = tolerance.get(key)
         allowed = table(allowed).get(figure, allowed) if isinstance(allowed, Mapping) else allowed
-        worst = found.get("worst")
-        worst_name = str(table(worst).get("name", "-")) if isinstance(worst, Mapping) else str(worst or "-")
-        rows.append((name, scientific(found.get(figure)), scientific(allowed), unit, worst_name))
+        worst = worst_name(found.get("worst")) or "-"
+        rows.append((name, scientific(found.get(figure)), scientific(allowed), unit, worst))
     return Grid(
         title="Largest difference from one device",
         head=("quantity", "difference", "allowed", "kind", "worst tensor"),
@@ -126,6 +140,8 @@ def _ledger(ledger: Mapping[str, Any]) -> Block:
     expected, recorded = ledger_rows(ledger.get("expected")), ledger_rows(ledger.get("recorded"))
     if not expected and not recorded:
         return Note(text=f"Ledger: {'matches' if matches else 'does not match'}; it lists no collective.")
+    rank = number(ledger.get("rank"))
+    whose = f" of rank {int(rank)}" if rank is not None else ""
     rows: list[tuple[str, ...]] = []
     for key in sorted(expected | recorded):
         e, r = expected.get(key, (0.0, 0.0)), recorded.get(key, (0.0, 0.0))
@@ -140,7 +156,7 @@ def _ledger(ledger: Mapping[str, Any]) -> Block:
             )
         )
     return Grid(
-        title=f"Ledger: expected and recorded collectives {'agree' if matches else 'differ'}",
+        title=f"Ledger{whose}: expected and recorded collectives {'agree' if matches else 'differ'}",
         head=("collective", "axis", "expected count", "recorded", "expected payload", "recorded", ""),
         rows=tuple(rows),
         caption=(

@@ -19,10 +19,10 @@ from rich.text import Text
 from meshwright.base.units import format_bytes, format_count, format_seconds
 from meshwright.report.facts import error_pct, peak_bytes
 from meshwright.report.memory import CATEGORIES, comparable, memory_parts
-from meshwright.report.proof import scientific
+from meshwright.report.proof import scientific, worst_name
 from meshwright.report.ranks import layout_text
 from meshwright.report.source import listed, number, table, tables
-from meshwright.report.timing import CAUSES
+from meshwright.report.timing import compare_causes
 
 PLAIN_WIDTH = 160
 
@@ -204,12 +204,7 @@ def final_screen(
     if not measurement:
         shown.append(Text("No measurement was recorded."))
     if prediction or measurement:
-        p, m = table(prediction.get("time_s")), table(measurement.get("time_s"))
-        rows = [
-            (name, number(p.get(key)), number(m.get(key)))
-            for key, name, _ in CAUSES
-            if number(p.get(key)) or number(m.get(key))
-        ]
+        rows = list(compare_causes(table(prediction.get("time_s")), table(measurement.get("time_s"))))
         rows.append(("step", number(prediction.get("step_time_s")), number(measurement.get("step_time_s"))))
         shown.append(_compared("Step time, exposed seconds by cause", rows, format_seconds))
         rows = [
@@ -245,8 +240,7 @@ def _parity(prove: Mapping[str, Any]) -> Text:
     for key, name, figure, words in figures:
         found = table(prove.get(key))
         if found:
-            worst = found.get("worst")
-            worst = table(worst).get("name") if isinstance(worst, Mapping) else worst
+            worst = worst_name(found.get("worst"))
             out.append(f"\n  {name}: {words} {scientific(found.get(figure))}")
             if worst:
                 out.append(f" (worst: {worst})")

@@ -66,6 +66,42 @@ def cause_parts(time_s: Mapping[str, Any]) -> tuple[Part, ...]:
     )
 
 
+OWN_PHASES: Final = frozenset({"compute", "data", "optimizer", "other"})
+"""Causes that a training loop's clock can time; the others happen inside its forward and backward."""
+
+
+def measured_by_phases(measured: Mapping[str, Any]) -> bool:
+    """Return whether a measurement's ``time_s`` has nothing but what a training loop's clock can time."""
+    used = {key for key, _, _ in CAUSES if number(measured.get(key))}
+    return bool(used) and used <= OWN_PHASES
+
+
+def compare_causes(
+    predicted: Mapping[str, Any], measured: Mapping[str, Any]
+) -> tuple[tuple[str, float | None, float | None], ...]:
+    """Return (cause, predicted, measured) seconds, None where a side cannot tell.
+
+    A measurement by phases cannot part compute from communication and waiting inside forward and backward: there,
+    these causes are compared as one sum, and the prediction's parts of it are listed below it.
+    """
+    p = {key: number(predicted.get(key)) or 0.0 for key, _, _ in CAUSES}
+    m = {key: number(measured.get(key)) or 0.0 for key, _, _ in CAUSES}
+    names = {key: name for key, name, _ in CAUSES}
+    used = [key for key in names if p[key] or m[key]]
+    inner = [key for key in used if key not in ("optimizer", "other")]
+    if not (measured_by_phases(measured) and len(inner) > 1 and any(p.values())):
+        return tuple(
+            (names[key], p[key] if any(p.values()) else None, m[key] if any(m.values()) else None)
+            for key in used
+        )
+    rows: list[tuple[str, float | None, float | None]] = [
+        ("compute, communication and waiting", sum(p[k] for k in inner), sum(m[k] for k in inner))
+    ]
+    rows += [(f"- of it {names[key]}", p[key], None) for key in inner if p[key]]
+    rows += [(names[key], p[key], m[key]) for key in used if key not in inner]
+    return tuple(rows)
+
+
 def second_unit(highest: float) -> tuple[float, str]:
     """Return the unit (seconds, name) in which ``highest`` reads well."""
     if highest >= 1.0:
@@ -74,6 +110,7 @@ def second_unit(highest: float) -> tuple[float, str]:
 
 
 PHASES: Final[Mapping[str, str]] = {
+    "count": "agreeing on the token count",
     "data": "loading data",
     "forward_backward": "forward and backward",
     "reduce": "reducing gradients and norm",
@@ -111,7 +148,11 @@ def time_blocks(source: Source) -> tuple[Block, ...]:
         rows.append(Bar(label="measured", parts=measured))
     elif step is not None:
         rows.append(Bar(label="measured", parts=(Part(label="whole step", value=step, css="s5"),)))
-    blocks.append(_cause_picture(rows))
+    blocks.append(
+        _cause_picture(
+            rows, by_phases=bool(measured) and measured_by_phases(table(measurement.get("time_s")))
+        )
+    )
     if predicted and measured:
         blocks.append(_cause_table(source, step))
     hidden = {k: v for k, v in ((k, number(v)) for k, v in table(prediction.get("hidden_s")).items()) if v}
@@ -131,12 +172,17 @@ def _legend(rows: Sequence[Bar]) -> Markup:
     return legend([(css, label) for label, css in named.items()])
 
 
-def _cause_picture(rows: Sequence[Bar]) -> Picture:
+def _cause_picture(rows: Sequence[Bar], *, by_phases: bool) -> Picture:
     unit, unit_name = second_unit(max(b.total for b in rows))
     caption = (
         "One bar is one optimizer step, cut by what makes it wait. The seconds are exposed: communication that runs "
         "behind compute costs nothing and is not in the bar."
     )
+    if by_phases:
+        caption += (
+            " The measurement knows phases only: its compute holds the communication and waiting inside forward and "
+            "backward."
+        )
     if any(b.low is not None and b.high is not None for b in rows):
         caption += " The whisker on the prediction is its 80 % band: the measured bar should end inside it."
     return Picture(
@@ -158,10 +204,13 @@ def _cause_picture(rows: Sequence[Bar]) -> Picture:
 def _cause_table(source: Source, step: float | None) -> Grid:
     p, m = table(source.prediction.get("time_s")), table(source.measurement.get("time_s"))
     rows = [
-        (name, format_seconds(a), format_seconds(b), f"{100 * (a - b) / b:+.1f} %" if b else "-")
-        for key, name, _ in CAUSES
-        for a, b in [(number(p.get(key)) or 0.0, number(m.get(key)) or 0.0)]
-        if a or b
+        (
+            name,
+            "-" if a is None else format_seconds(a),
+            "-" if b is None else format_seconds(b),
+            f"{100 * (a - b) / b:+.1f} %" if a is not None and b else "-",
+        )
+        for name, a, b in compare_causes(p, m)
     ]
     total = number(source.prediction.get("step_time_s"))
     if total is not None and step:
@@ -172,7 +221,10 @@ def _cause_table(source: Source, step: float | None) -> Grid:
         title="Seconds by cause",
         head=("cause", "predicted", "measured", "error"),
         rows=tuple(rows),
-        caption="Exposed seconds of one step. Error = (predicted - measured) / measured.",
+        caption=(
+            "Exposed seconds of one step. Error = (predicted - measured) / measured. A measurement by the loop's "
+            "phases cannot part compute from the communication and waiting inside it; these are then compared as one sum."
+        ),
         numeric=frozenset({1, 2, 3}),
     )
 
