@@ -1,17 +1,19 @@
 """All layouts at once: memory and step time as NumPy columns, one row per layout and one column per stage.
 
 Distinct pieces (a block under one tp and micro-batch, a unit under one shard group) are priced once and put
-together by index. The pipeline's length is a closed form here and the schedule's clock in ``cost.predict``.
+together by index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.collective import Floats, GroupShape, shape_of, strided_shape
 from meshwright.cost.memory import StageLoad, outside_allocator, peak_memory
 from meshwright.cost.pieces import (
@@ -34,6 +36,10 @@ from meshwright.layout.layout import Layout
 from meshwright.layout.ranks import group as rank_group
 from meshwright.layout.ranks import strides
 from meshwright.model.spec import TensorSpec
+from meshwright.schedule.actions import ActionKind
+from meshwright.schedule.clock import Clock, run_clock
+from meshwright.schedule.generate import generate
+from meshwright.schedule.order import play
 
 CHUNKED_LOSS_PARTS: Final = 8
 ADAM_BYTES: Final = 28.0
@@ -44,6 +50,13 @@ NORM_BYTES: Final = 16.0
 """Bytes per fp32 parameter of zeroing gradients, their norm, and scaling them for the clip."""
 OVERLAP: Final = 0.90
 """Share of a compute window behind which communication can hide on a GPU (assumed until calibrated)."""
+
+Bools: TypeAlias = NDArray[np.bool_]
+
+ROUNDS: Final = 2
+"""Micro-batches per stage after which 1F1B is periodic."""
+PLAYED_STAGES: Final = 16
+"""Depth up to which a search plays 1F1B; deeper pipelines have its closed form until they are priced exactly."""
 
 _WORK = tuple(f.name for f in fields(Work))
 
@@ -312,7 +325,7 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
     optimizer = _optimizer(pricer, table).max(axis=1)
     other = _other(pricer, layouts) + tied
     makespan = pipeline_seconds(forward, backward, send, m, depth, gpipe)
-    shared = share_of_cores(pricer, makespan, (forward + backward) * mm, layouts)
+    shared = _shared(pricer, layouts, m, forward, backward, send)
     step = makespan * shared + once.max(axis=1) + optimizer + other
     busy = ((forward + backward) * mm).max(axis=1)
     return Columns(
@@ -494,40 +507,101 @@ def _tied_seconds(pricer: Pricer, layout: Layout) -> float:
 
 
 def pipeline_seconds(
-    forward: Floats,
-    backward: Floats,
-    send: Floats,
-    m: Floats,
-    depth: Floats,
-    gpipe: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
+    forward: Floats, backward: Floats, send: Floats, m: Floats, depth: Floats, gpipe: Bools
 ) -> Floats:
-    """Return [layouts] seconds from the first forward to the last backward, by closed form.
+    """Return [layouts] seconds from the first forward to the last backward.
 
-    GPipe: fill and drain of both directions. 1F1B: the sum over stages once, then micro-batches at the pace of
-    the slowest stage, or of the slowest round trip where messages bind (at most p - i are in flight on stage i).
+    GPipe by closed form: fill and drain of both directions at the pace of the slowest stage. 1F1B by playing its
+    rows for all layouts of one depth and number of micro-batches at once; beyond a few rounds every further
+    micro-batch adds the same cycle.
     """
+    fill: Floats = (forward + backward).sum(axis=1) + 2.0 * send * (depth - 1.0)
+    out: Floats = fill + (m - 1.0) * (forward.max(axis=1) + backward.max(axis=1))
+    groups: dict[tuple[int, int], list[int]] = {}
+    deep = ~gpipe & (depth > PLAYED_STAGES)
+    if deep.any():
+        out = np.where(deep, _closed_1f1b(forward, backward, send, m, depth), out)
+    for row in np.flatnonzero(~gpipe & (depth > 1) & ~deep):
+        groups.setdefault((int(depth[row]), int(m[row])), []).append(int(row))
+    for (stages, count), rows in groups.items():
+        f, b, c = forward[rows, :stages].T, backward[rows, :stages].T, send[rows]
+        short = min(count, ROUNDS * stages)
+        length = _play_1f1b(f, b, c, short)
+        if count > short:
+            length = length + (count - short) * (length - _play_1f1b(f, b, c, short - 1))
+        out[rows] = length
+    return out
+
+
+def _closed_1f1b(forward: Floats, backward: Floats, send: Floats, m: Floats, depth: Floats) -> Floats:
+    """Return the makespan as the sum over stages, then micro-batches at the slowest stage's or round trip's pace."""
     total: Floats = forward + backward
-    fill = total.sum(axis=1) + 2.0 * send * (depth - 1.0)
-    flood: Floats = fill + (m - 1.0) * (forward.max(axis=1) + backward.max(axis=1))
-    stages = total.shape[1]
     tail: Floats = np.cumsum(total[:, ::-1], axis=1)[:, ::-1]
-    left: Floats = np.maximum(depth[:, None] - np.arange(stages)[None, :], 0.0)
+    left: Floats = np.maximum(depth[:, None] - np.arange(total.shape[1], dtype=np.float64)[None, :], 0.0)
     trips: Floats = (tail + 2.0 * send[:, None] * np.maximum(left - 1.0, 0.0)) / np.maximum(left, 1.0)
     cycle: Floats = np.where(left > 0, trips, 0.0).max(axis=1)
     slowest: Floats = total.max(axis=1)
-    steady: Floats = fill + (m - 1.0) * np.maximum(slowest, cycle)
-    return np.where(gpipe, flood, steady)
+    fill: Floats = total.sum(axis=1) + 2.0 * send * (depth - 1.0)
+    return fill + (m - 1.0) * np.maximum(slowest, cycle)
 
 
-def share_of_cores(pricer: Pricer, makespan: Floats, busy: Floats, layouts: Sequence[Layout]) -> Floats:
-    """Return the factor on a pipeline's length on a CPU with fewer cores than ranks.
+def _play_1f1b(forward: Floats, backward: Floats, send: Floats, m: int) -> Floats:
+    """Return the makespan of 1F1B for columns of stage times, [stages, layouts]."""
+    stages = forward.shape[0]
+    rows = generate("1f1b", stages, m).rows
+    done: dict[tuple[bool, int, int], Floats] = {}
+    free = [np.zeros_like(send) for _ in range(stages)]
+    for rank, action in play(rows, stages).order:
+        k = action.micro_batch
+        assert k is not None
+        ahead = action.kind is ActionKind.FORWARD
+        needs = (ahead, rank - 1 if ahead else rank + 1, k)
+        start = free[rank]
+        if needs in done:
+            start = np.maximum(start, done[needs] + send)
+        free[rank] = start + (forward[rank] if ahead else backward[rank])
+        done[ahead, rank, k] = free[rank]
+    return np.max(np.stack(free), axis=0)
 
-    Rates are measured while all ranks compute; while some wait the others get their cores, so a bubble costs less.
+
+def shares_cores(cluster: ClusterSpec, layout: Layout) -> bool:
+    """Return whether ranks of a pipeline on a CPU take turns on fewer cores than there are ranks."""
+    cores = cluster.measured.get("cores")
+    return bool(cluster.device.is_cpu and cores and layout.pp > 1 and cores < layout.world_size)
+
+
+def contention(clock: Clock, cluster: ClusterSpec, layout: Layout) -> float:
+    """Return the factor on the clock's length on a CPU with fewer cores than ranks, else 1.
+
+    A CPU's rates are measured while every rank computes. While only some stages are active, each gets a larger share
+    of the cores: a slice of the clock in which ``a`` ranks compute takes max(a, cores) / ranks of its length.
     """
-    cores = pricer.cluster.measured.get("cores")
-    if not pricer.cluster.device.is_cpu or not cores:
-        return np.ones_like(makespan)
-    world = np.array([float(layout.world_size) for layout in layouts])
-    depth = np.array([float(layout.pp) for layout in layouts])
-    active = busy.sum(axis=1) / np.maximum(makespan, 1e-12) * world / depth
-    return np.maximum(np.minimum(active, world), np.minimum(cores, world)) / world
+    if not shares_cores(cluster, layout) or not clock.makespan_s:
+        return 1.0
+    cores = cluster.measured["cores"]
+    world = layout.world_size
+    replicas = world / layout.pp
+    edges: list[tuple[float, int]] = []
+    for span in clock.spans:
+        edges += [(span.start_s, 1), (span.end_s, -1)]
+    edges.sort()
+    length = last = 0.0
+    active = 0
+    for when, change in edges:
+        length += (when - last) * max(active * replicas, cores) / world
+        last, active = when, active + change
+    return length / clock.makespan_s
+
+
+def _shared(
+    pricer: Pricer, layouts: Sequence[Layout], m: Floats, forward: Floats, backward: Floats, send: Floats
+) -> Floats:
+    out = np.ones(len(layouts))
+    for r, layout in enumerate(layouts):
+        if shares_cores(pricer.cluster, layout) and layout.schedule in ("gpipe", "1f1b"):
+            schedule = generate(layout.schedule, layout.pp, int(m[r]))
+            ahead = [float(x) for x in forward[r, : layout.pp]]
+            behind = [float(x) for x in backward[r, : layout.pp]]
+            clock = run_clock(schedule, ahead, behind, float(send[r]))
+            out[r] = contention(clock, pricer.cluster, layout)
+    return out

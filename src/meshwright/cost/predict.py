@@ -12,7 +12,7 @@ import numpy as np
 from meshwright.base.errors import MeshwrightError, problem, refuse
 from meshwright.base.records import MemoryBytes, Prediction, RankRecord, TimeSeconds
 from meshwright.cluster.spec import ClusterSpec
-from meshwright.cost.fast import Columns, columns
+from meshwright.cost.fast import Columns, columns, contention
 from meshwright.cost.memory import PEAK_SPREAD, memory_record, peak_memory
 from meshwright.cost.pieces import Pricer, make_pricer
 from meshwright.layout.batch import Batch
@@ -21,7 +21,7 @@ from meshwright.layout.ranks import coordinates
 from meshwright.model.counts import flops_per_token
 from meshwright.model.spec import ModelSpec
 from meshwright.schedule.actions import Schedule
-from meshwright.schedule.clock import Clock, run_clock
+from meshwright.schedule.clock import run_clock
 
 BAND_QUANTILE: Final = 1.2816
 """Standard deviations on each side of an 80 % band."""
@@ -154,29 +154,6 @@ def _between(cluster: ClusterSpec) -> tuple[str, ...]:
     if cluster.inter is None or cluster.num_nodes < 2:
         return ()
     return (f"link between nodes: {cluster.inter.rate.source} ({cluster.inter.rate.kind})",)
-
-
-def contention(clock: Clock, cluster: ClusterSpec, layout: Layout) -> float:
-    """Return the factor on the clock's length on a CPU with fewer cores than ranks, else 1.
-
-    A CPU's rates are measured while every rank computes. While only some stages are active, each gets a larger share
-    of the cores: a slice of the clock in which ``a`` ranks compute takes max(a, cores) / ranks of its length.
-    """
-    cores = cluster.measured.get("cores")
-    world = layout.world_size
-    if not cluster.device.is_cpu or not cores or layout.pp == 1 or cores >= world or not clock.makespan_s:
-        return 1.0
-    replicas = world / layout.pp
-    edges: list[tuple[float, int]] = []
-    for span in clock.spans:
-        edges += [(span.start_s, 1), (span.end_s, -1)]
-    edges.sort()
-    length = last = 0.0
-    active = 0
-    for when, change in edges:
-        length += (when - last) * max(active * replicas, cores) / world
-        last, active = when, active + change
-    return length / clock.makespan_s
 
 
 def stage_memory(cols: Columns, peak_in_flight: Sequence[int], row: int = 0) -> list[MemoryBytes]:

@@ -1,0 +1,59 @@
+"""Collectives: ring volumes, placement, a probe's own points."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.test_cluster_load import PROBE
+
+from meshwright.cluster.load import cluster_from_probe, read_cluster
+from meshwright.cost.collective import LINK_SHARE, GroupShape, collective_times, shape_of, strided_shape
+from meshwright.program.step import Collective
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_large_messages_cost_their_ring_volume(kind: str, size: int):
+    times = collective_times(read_cluster("h100-x8"))
+    num_bytes = 8 * 10**9
+    step = Collective(kind=kind, axis="dp", group_size=size, num_bytes=num_bytes, what="")  # type: ignore[arg-type]
+    seconds = float(times.seconds(kind, num_bytes, GroupShape(size, 1, size)))
+    assert seconds == pytest.approx(step.volume_bytes / (450e9 * LINK_SHARE), rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "send"])
+def test_one_rank_sends_nothing_and_more_bytes_take_longer(kind: str):
+    for cluster in (read_cluster("h100-x8"), cluster_from_probe(PROBE)):
+        times = collective_times(cluster)
+        assert float(times.seconds(kind, 1e6, GroupShape(1, 1, 1))) == 0
+        seconds = times.seconds(kind, np.array([1e3, 1e5, 1e7, 1e9]), GroupShape(4, 1, 4))
+        assert (np.diff(seconds) > 0).all()
+
+
+def test_groups_over_nodes_pay_the_network():
+    times = collective_times(read_cluster("a100-80gb-x8", 32))
+    inside = float(times.seconds("all_reduce", 1e9, GroupShape(8, 1, 8)))
+    across = float(times.seconds("all_reduce", 1e9, GroupShape(8, 4, 2)))
+    apart = float(times.seconds("all_reduce", 1e9, GroupShape(8, 8, 1)))
+    assert inside < across < apart
+    assert times.link_name(GroupShape(8, 4, 2)) == "8 x HDR 200 Gb/s"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 5), st.integers(0, 6), st.sampled_from([1, 2, 4, 8, 72]))
+def test_strided_groups_have_the_shape_of_their_ranks(log_size: int, log_stride: int, node: int):
+    size, stride = 2**log_size, 2**log_stride
+    found = strided_shape(size, stride, node)
+    assert found == shape_of([i * stride for i in range(size)], node)
+
+
+def test_a_probe_is_read_at_its_points_and_between():
+    times = collective_times(cluster_from_probe(PROBE))
+    shape = GroupShape(4, 1, 4)
+    assert float(times.seconds("all_reduce", 1024, shape)) == pytest.approx(1e-4)
+    assert float(times.seconds("all_reduce", 2**20, shape)) == pytest.approx(2e-3)
+    assert 1e-4 < float(times.seconds("all_reduce", 2**15, shape)) < 2e-3
+    assert float(times.seconds("all_reduce", 2**24, shape)) == pytest.approx(16 * 2e-3)
+    assert float(times.seconds("all_reduce", 8, shape)) == pytest.approx(1e-4)
