@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshwright.base.errors import MeshwrightError, problem, refuse
+from meshwright.base.errors import ExitCode, MeshwrightError, problem, refuse
 from meshwright.layout.layout import Layout
 from meshwright.program.plan import Plan
 
@@ -64,9 +64,10 @@ def plan(
         raise MeshwrightError(problem("E553", where="plan", found="neither layout nor cluster is given"))
     from meshwright.search.search import search
 
+    where = read_cluster(cluster, gpus)
     found = search(
         spec,
-        read_cluster(cluster, gpus),
+        where,
         seq_len,
         global_batch,
         fix=fix,
@@ -76,7 +77,17 @@ def plan(
         model_path=model,
     )
     if not found.plans:
-        raise MeshwrightError(found.problems)
+        miss = found.misses[0] if found.misses else None
+        raise MeshwrightError(
+            problem(
+                "E555",
+                where="plan",
+                found=f"none of {found.legal} legal layouts fits on {where.num_gpus} x {where.device.name}"
+                + (f"; nearest: {miss.layout.text()}" if miss is not None else ""),
+                do=miss.why[0] if miss is not None and miss.why else "",
+            ),
+            ExitCode.NO,
+        )
     return found.plans[0]
 
 

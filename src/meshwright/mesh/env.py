@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem
@@ -194,3 +195,12 @@ def device_map(
             )
         )
     return (() if problems else tuple(names[:num_ranks])), problems
+
+
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the user's cache folder for Meshwright: ``MESHWRIGHT_CACHE``, or below the system's usual place."""
+    env = os.environ if environ is None else environ
+    if env.get("MESHWRIGHT_CACHE"):
+        return Path(env["MESHWRIGHT_CACHE"]).expanduser()
+    base = env.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "meshwright"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import meshwright
-from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
+from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
 from meshwright.base.records import Measurement, RankRecord, TimeSeconds, errors_pct
 from meshwright.checkpoint.load import latest_checkpoint
 from meshwright.cluster.load import cluster_from_probe, read_cluster
@@ -36,7 +36,7 @@ from meshwright.program.make import make_plan
 from meshwright.program.plan import Plan
 from meshwright.program.plan_file import load_plan, plan_to_dict, save_plan
 from meshwright.schedule.text import parse_schedule
-from meshwright.search.search import search
+from meshwright.search.search import SearchResult, search
 from meshwright.train.data import check_samples, prepare_tokens
 from meshwright.train.loop import RankSummary, TrainTask, train_rank
 from meshwright.train.weights import load_pretrained
@@ -93,15 +93,24 @@ def prepare(
             cluster,
             run.data.seq_len,
             run.batch.sequences,
-            fix=_fixed(run),
+            fix=_fixed(),
             top=1,
             model_path=run.model.config,
-            frozen=tuple(run.freeze),
         )
         if not found.plans:
-            raise MeshwrightError(found.problems)
-        plan = replace(found.plans[0], model_path=run.model.config)
-        show(f"planned {plan.layout.text()} out of {found.searched} layouts in {found.seconds:.2f} s")
+            raise MeshwrightError(nothing_fits(found, cluster), ExitCode.NO)
+        wanted = found.plans[0].layout
+        show(f"planned {wanted.text()} out of {found.searched} layouts in {found.seconds:.2f} s")
+        plan = make_plan(
+            spec,
+            wanted,
+            run.batch.sequences,
+            run.data.seq_len,
+            run.model.config,
+            frozen=tuple(run.freeze),
+            cluster_name=cluster.name,
+        )
+        plan = replace(plan, why=found.plans[0].why, binds=found.plans[0].binds)
     elif plan is None:
         batch = derive_batch(wanted, run.batch.sequences, run.data.seq_len)
         problems = check(spec, wanted, batch, cluster, for_run=True)
@@ -126,8 +135,20 @@ def prepare(
     return Prepared(run=run, spec=spec, plan=plan, cluster=cluster, probe=probe, warnings=warnings)
 
 
-def _fixed(run: Any) -> str:
-    """Return what the run file pins for the planner: the precision that this machine trains in."""
+def nothing_fits(found: SearchResult, cluster: ClusterSpec) -> Problem:
+    """Return E555 with the nearest miss and the cheapest change that would make it fit."""
+    miss = found.misses[0] if found.misses else None
+    near = f"; nearest: {miss.layout.text()}" if miss is not None else ""
+    return problem(
+        "E555",
+        where="layout",
+        found=f"none of {found.legal} legal layouts fits on {cluster.num_gpus} x {cluster.device.name}{near}",
+        do=miss.why[0] if miss is not None and miss.why else "",
+    )
+
+
+def _fixed() -> str:
+    """Return what the planner must keep on this machine: a CPU trains in float32."""
     return "" if torch.cuda.is_available() else "precision=fp32"
 
 

@@ -163,6 +163,14 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         do="name a rank of the layout",
     ),
     CodeInfo(
+        code="E555",
+        title="No layout fits",
+        kind="cost",
+        needs="predicted peak memory below the device's, for at least one layout",
+        why="every layout that is legal needs more memory than a device has",
+        do="more devices, a smaller micro-batch or sequence, or what the nearest miss says",
+    ),
+    CodeInfo(
         code="W540",
         title="A step was skipped",
         kind="world",
