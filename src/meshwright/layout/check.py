@@ -125,7 +125,6 @@ def _tensor(spec: ModelSpec, layout: Layout) -> list[Problem]:
                 "E203",
                 where="layout.tp",
                 found=f"tp = {tp} does not divide the feed-forward width {width}",
-                needs=f"{width} % tp == 0",
                 do=f"tp = {nearest_choices(divisors(width), tp)}",
             )
         )
