@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from meshwright.base.errors import ExitCode
 from meshwright.cli.not_built import ANY_ARGUMENTS, refuse_not_built
 from meshwright.cli.options import Json
-from meshwright.cli.output import show_json
+from meshwright.cli.output import show_json, table
 
 app = typer.Typer(
     help="Look into, verify and export checkpoints.", rich_markup_mode=None, no_args_is_help=False
@@ -28,10 +28,19 @@ def inspect_checkpoint(folder: Folder, as_json: Json = False) -> None:
     result = inspect_command(folder)
     if as_json:
         show_json(result)
-        return
+    else:
+        print(table(("checkpoint", str(result["path"])), _rows(result)))
+
+
+def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return a result's entries as rows; nested ones by dotted key, empty ones left out."""
+    rows: list[tuple[str, str]] = []
     for key, value in result.items():
-        if not isinstance(value, list | dict):
-            print(f"{key:<16}{value}")
+        if isinstance(value, dict):
+            rows.extend((f"{key}.{name}", text) for name, text in _rows(value))
+        elif key != "path" and value not in (None, "", []):
+            rows.append((key, ", ".join(str(v) for v in value) if isinstance(value, list) else str(value)))
+    return rows
 
 
 @app.command()
@@ -40,15 +49,16 @@ def verify(folder: Folder, as_json: Json = False) -> None:
     from meshwright.checkpoint.inspect import verify_command
 
     result = verify_command(folder)
-    good = bool(result.get("intact", not result.get("damaged")))
     if as_json:
         show_json(result)
-    elif good:
-        print(f"{folder}: intact")
+    elif result["ok"]:
+        print(f"{result['path']}: intact, {result['files']} files")
     else:
-        for item in result.get("damaged", ()):
-            print(f"{folder}: damaged: {item}")
-    if not good:
+        if result["incomplete"]:
+            print(f"{result['path']}: incomplete: {result['incomplete']}")
+        for item in result["damaged"]:
+            print(f"damaged: {item['file']}: {item['why']}; tensors {', '.join(item['tensors']) or 'none'}")
+    if not result["ok"]:
         raise typer.Exit(int(ExitCode.NO))
 
 
@@ -67,11 +77,8 @@ def export(
     result = export_command(folder, out, check_logits)
     if as_json:
         show_json(result)
-        return
-    print(f"exported to {out}")
-    for key, value in result.items():
-        if not isinstance(value, list | dict):
-            print(f"{key:<16}{value}")
+    else:
+        print(table(("exported to", out), _rows(result)))
 
 
 @app.command(context_settings=ANY_ARGUMENTS)

@@ -61,6 +61,19 @@ def init(
         print(f"written to {path}; next: meshwright train {path} --dry-run")
 
 
+def _reach(endpoint: str) -> None:
+    """Raise OSError at once where there is no network, which the Hub's client would try again for half a minute."""
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    if getproxies():
+        return  # a proxy may reach what this machine cannot
+    parts = urlsplit(endpoint)
+    port = parts.port or (80 if parts.scheme == "http" else 443)
+    socket.create_connection((parts.hostname or "", port), timeout=_HUB_TIMEOUT_S).close()
+
+
 def fetch_config(hub_id: str) -> str:
     """Return the text of a Hub model's config.json.
 
@@ -68,12 +81,14 @@ def fetch_config(hub_id: str) -> str:
         MeshwrightError: E868 when the Hub cannot be reached or has no such model for this user.
     """
     try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import constants, hf_hub_download, logging
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
     except ImportError:
         found = "huggingface_hub is not installed"
         raise MeshwrightError(problem("E868", where=hub_id, found=found), ExitCode.ENVIRONMENT) from None
+    logging.set_verbosity_error()
     try:
+        _reach(constants.ENDPOINT)
         file = hf_hub_download(hub_id, "config.json", etag_timeout=_HUB_TIMEOUT_S)
         return Path(file).read_text(encoding="utf-8")
     except GatedRepoError:

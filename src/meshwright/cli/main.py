@@ -25,7 +25,7 @@ from meshwright.cli.prove import prove
 from meshwright.cli.report import report
 from meshwright.cli.simulate import simulate
 from meshwright.cli.train import train
-from meshwright.cli.usage import usage_error, usage_problem
+from meshwright.cli.usage import usage_error, usage_problems
 
 INTERRUPTED = 130
 
@@ -99,7 +99,7 @@ def run(args: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
     except usage_error() as error:
-        show_problems([usage_problem(error)], as_json)
+        show_problems(usage_problems(error, args), as_json)
         return int(ExitCode.BAD_INPUT)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):

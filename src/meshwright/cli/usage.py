@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -16,11 +17,28 @@ def usage_error() -> type[Exception]:
     return importlib.import_module(typer.BadParameter.__module__).ClickException
 
 
-def usage_problem(error: Any) -> Problem:
-    """Return what the user wrote wrongly on the command line."""
+def usage_problems(error: Any, args: Sequence[str]) -> list[Problem]:
+    """Return what the user wrote wrongly on the command line; every missing option at once."""
+    found = [_usage_problem(error)]
+    if type(error).__name__ != "MissingParameter" or getattr(error, "ctx", None) is None:
+        return found
+    written = {arg.partition("=")[0] for arg in args}
+    where = f"meshwright {_command_of(error.ctx)}".strip()
+    for param in error.ctx.command.params:
+        option = next((name for name in param.opts if name.startswith("--")), None)
+        if option and param.required and param is not error.param and written.isdisjoint(param.opts):
+            found.append(problem("E862", where=where, found=f"{option} is missing", do=f"see {where} --help"))
+    return found
+
+
+def _command_of(context: Any) -> str:
+    return context.command_path.removeprefix("meshwright").strip()
+
+
+def _usage_problem(error: Any) -> Problem:
     kind = type(error).__name__
     context = getattr(error, "ctx", None)
-    command = context.command_path.removeprefix("meshwright").strip() if context else ""
+    command = _command_of(context) if context else ""
     where = f"meshwright {command}".strip()
     seek = f"see {where} --help"
     message = str(error.format_message())
@@ -42,7 +60,7 @@ def usage_problem(error: Any) -> Problem:
         param = getattr(error, "param", None)
         name = _name(param) if param is not None else ""
         return problem("E863", where=f"{where} {name}".strip(), found=_sentence(error.message), do=seek)
-    extra = re.match(r"Got unexpected extra arguments? \((.+)\)", message)
+    extra = re.match(r"Got unexpected extra argument(?:s|\(s\))? \((.+)\)", message)
     if extra:
         return problem("E863", where=where, found=f"unexpected: {extra.group(1)}", do=seek)
     if "Missing command" in message:

@@ -9,19 +9,11 @@ from typing import Any
 
 from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
 from meshwright.config.load import LoadedRun
-from meshwright.config.schema import shown
+from meshwright.config.schema import NOT_HONOURED, shown
 from meshwright.layout.batch import derive_batch
 from meshwright.layout.parse import parse_layout
 
 PYTHON_DOCS = "python-docs"
-
-_NOT_HONOURED: Mapping[str, tuple[Any, str]] = {
-    "run.max_minutes": (None, "stop the run yourself (Ctrl-C); its last checkpoint stays"),
-    "run.elastic": (False, "start the run again with --resume after a failure; the layout may change"),
-    "run.deterministic": (False, "remove it: order, weights and data are repeatable from run.seed already"),
-    "profile.steps": (0, "remove it: times by phase are in metrics.jsonl of every run"),
-}
-"""Keys of which only the default is honoured today, and what works instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +133,8 @@ class ResolvedRun:
             "layout": self.layout_text,
             "run": asdict(self.run),
             "profile": asdict(self.profile),
-            "freeze": list(self.freeze),
             "cluster": self.cluster,
+            "freeze": list(self.freeze),
         }
 
     def flat(self) -> dict[str, Any]:
@@ -262,7 +254,7 @@ def _not_honoured(run: ResolvedRun) -> list[Problem]:
         problem(
             "E901", where=_where(run, key), found=f"{key} = {shown(flat[key])}", needs=shown(default), do=do
         )
-        for key, (default, do) in _NOT_HONOURED.items()
+        for key, (default, do) in NOT_HONOURED.items()
         if flat[key] != default
     ]
 

@@ -6,6 +6,7 @@ are made from them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +18,15 @@ NotNegative: TypeAlias = Annotated[float, Field(ge=0.0)]
 Count: TypeAlias = Annotated[int, Field(ge=1)]
 CountOrOff: TypeAlias = Annotated[int, Field(ge=0)]
 Name: TypeAlias = Annotated[str, Field(min_length=1)]
+
+
+NOT_HONOURED: Mapping[str, tuple[Any, str]] = {
+    "run.max_minutes": (None, "stop the run yourself (Ctrl-C); its last checkpoint stays"),
+    "run.elastic": (False, "start the run again with --resume after a failure; the layout may change"),
+    "run.deterministic": (False, "remove it: order, weights and data are repeatable from run.seed already"),
+    "profile.steps": (0, "remove it: times by phase are in metrics.jsonl of every run"),
+}
+"""Keys of which only the default is honoured today, and what works instead."""
 
 
 class Section(BaseModel):
@@ -183,7 +193,10 @@ def described_keys() -> list[tuple[str, str, str, str]]:
 
 def _described(dotted: str, info: FieldInfo) -> tuple[str, str, str, str]:
     default = "required" if info.is_required() else shown(info.get_default(call_default_factory=True))
-    return dotted, _type_words(info.annotation), default, info.description or ""
+    meaning = info.description or ""
+    if dotted in NOT_HONOURED:
+        meaning += " (not honoured yet: only the default)"
+    return dotted, _type_words(info.annotation), default, meaning
 
 
 def shown(value: object) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import groupby
 
 from meshwright.base.units import format_count
-from meshwright.config.schema import described_keys
+from meshwright.config.schema import NOT_HONOURED, described_keys
 from meshwright.model.spec import ModelSpec
 
 _COLUMN = 34
@@ -34,8 +34,9 @@ def run_file_text(spec: ModelSpec, target: str) -> str:
         "# Check it: meshwright config show FILE --origin. Run it: meshwright train FILE.",
         "# A line that begins with # names a default; remove the # to change it.",
     ]
+    keys = [row for row in described_keys() if row[0] not in NOT_HONOURED]
     lines: list[str] = []
-    for section, rows in groupby(described_keys(), key=lambda row: row[0].partition(".")[0]):
+    for section, rows in groupby(keys, key=lambda row: row[0].partition(".")[0]):
         held = list(rows)
         whole = all(key not in values for key, *_ in held)
         if "." in held[0][0]:
