@@ -228,7 +228,8 @@ sequence.""",
         why="only interleaved and V-shaped schedules have several stages per rank",
         needs="chunks=1 for gpipe, 1f1b and zb-h1; chunks=2 for zbv and dualpipev; chunks >= 2 for interleaved",
         do="leave chunks out",
-        page="""chunks is the number of stages on one pipeline rank.""",
+        page="""chunks is the number of stages on one pipeline rank, so a model is cut in pp * chunks stages. Several
+short stages per rank make the bubble smaller and send more often.""",
     ),
     CodeInfo(
         code="E250",
