@@ -45,7 +45,8 @@ For a mixture of experts the same holds for the experts' own width.""",
         why="sp shards norms and residuals over the tp axis, which has one rank here",
         needs="tp > 1 with sp=on",
         do="sp=off, or tp > 1",
-        page="""sp is not an axis of its own: it uses the ranks of tp. To split long sequences over more ranks, use cp.""",
+        page="""sp is not an axis of its own: it uses the ranks of tp. To split long sequences
+over more ranks, use cp.""",
     ),
     CodeInfo(
         code="E205",
@@ -83,7 +84,8 @@ limit.""",
         why="expert parallelism borrows its ranks from dp and cp",
         needs="dp * cp % ep == 0",
         do="choose an ep that divides dp * cp",
-        page="""ep adds no ranks to the world: the ranks that are replicas for the dense layers hold different experts.""",
+        page="""ep adds no ranks to the world: the ranks that are replicas for the dense layers
+hold different experts.""",
     ),
     CodeInfo(
         code="E209",
