@@ -93,7 +93,7 @@ def test_unknown_key_on_the_command_line_is_refused_too(write) -> None:
         ("clip: {max_grad_norm: 1.0}", "clip.max_norm"),
         ("run: {steps: 10, checkpoint_evry: 3}", "run.checkpoint_every"),
         ("bf16: true", "layout (precision=bf16)"),
-        ("schedul: {name: cosine}", "schedule"),
+        ("optimiser: {name: sgd}", "optimizer"),
     ],
 )
 def test_unknown_keys_say_where_the_setting_lives(write, line: str, wanted: str) -> None:
