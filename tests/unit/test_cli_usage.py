@@ -264,13 +264,14 @@ def test_prove_answers_with_its_exit_code(
         "world_size": 2,
         "steps": 3,
         "loss": {"max_abs_diff": 0.0},
-        "gradients": {"max_rel_diff": 0.5, "worst": "head", "missing": ["bias"]},
+        "gradients": {"max_rel_diff": 0.5, "worst": {"tensor": "head", "step": 2}, "missing": ["bias"]},
         "grad_norm": {"max_rel_diff": 0.0},
         "weights": {"max_rel_diff": 0.0, "worst": "head"},
         "tolerance": {"gradients": 1e-10},
         "sentinel": {"factor": 2.0, "cause": "twice"},
         "ledger": {"matches": True},
         "placement": {"complete": True},
+        "ladder": [{"layout": "dp=2,precision=fp64", "passed": passed, "max_rel_diff": 0.5, "worst": None}],
     }
     calls = Calls(monkeypatch, "meshwright.orchestrate.proving", "prove_command", result)
     args = ["prove", "--model", LLAMA, "--layout", "dp=2", "--freeze", "a", "--freeze", "b", "--tie"]
@@ -283,6 +284,8 @@ def test_prove_answers_with_its_exit_code(
     assert ("PASSED" if passed else "FAILED") in out
     assert "bias" in out
     assert "twice" in out
+    assert "head (step 2)" in out
+    assert "dp=2,precision=fp64" in out
     # The run file's batch is not the proof's: dp = 3 does not divide it, and the proof has its own.
     demo = str(ROOT / "recipes" / "demo.yaml")
     assert answer(capsys, "prove", demo, "--layout", "dp=3")[0] == code

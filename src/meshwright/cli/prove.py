@@ -127,13 +127,9 @@ def _resolved(
 
 def verdict_text(result: dict[str, Any]) -> str:
     """Return a proof's verdict for people: the figures, the tolerances and what is wrong."""
-    if "rungs" in result:
-        rows = [(rung["layout"], "passed" if rung["passed"] else "FAILED") for rung in result["rungs"]]
-        head = table(("rung", "verdict"), rows)
-        return f"{head}\n{'every rung passed' if result['passed'] else 'the ladder breaks at the first FAILED rung'}"
     tolerance = result.get("tolerance", {})
     rows = [
-        (name, f"{part[key]:.3e}", _figure(tolerance.get(name)), str(part.get("worst") or ""))
+        (name, f"{part[key]:.3e}", _figure(tolerance.get(name)), _worst(part.get("worst")))
         for name, key in (
             ("loss", "max_abs_diff"),
             ("gradients", "max_rel_diff"),
@@ -153,6 +149,12 @@ def verdict_text(result: dict[str, Any]) -> str:
     lines.append(f"collectives as described: {'yes' if ledger.get('matches') else 'NO'}")
     complete = (result.get("placement") or {}).get("complete")
     lines.append(f"every parameter placed exactly once: {'yes' if complete else 'NO'}")
+    if result.get("ladder"):
+        rungs = [
+            (rung["layout"], f"{rung['max_rel_diff']:.3e}", "passed" if rung["passed"] else "FAILED")
+            for rung in result["ladder"]
+        ]
+        lines.insert(0, table(("rung", "gradients", "verdict"), rungs, right=(1,)) + "\n")
     verdict = "PASSED" if result["passed"] else "FAILED"
     lines.append(f"{verdict}: {result['world_size']} ranks against one device, {result['steps']} steps")
     return "\n".join(lines)
@@ -160,3 +162,11 @@ def verdict_text(result: dict[str, Any]) -> str:
 
 def _figure(value: Any) -> str:
     return f"{value:.0e}" if isinstance(value, int | float) else ""
+
+
+def _worst(value: Any) -> str:
+    """Return the name of the worst tensor, with the step where it is known."""
+    if isinstance(value, dict):
+        step = f" (step {value['step']})" if "step" in value else ""
+        return f"{value.get('tensor') or ''}{step}"
+    return str(value or "")
