@@ -28,6 +28,9 @@ CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "log
 LOSS_LOGITS_BYTES: Final = 12.0
 """Bytes per logit at the loss: saved log-softmax, its gradient and the logits' gradient, all fp32."""
 
+SAVED_LOGITS_BYTES: Final = 4.0
+"""Bytes per logit that stay until backward: the log-softmax."""
+
 CONTEXT_BYTES: Final = 0.75 * 2**30
 COMMUNICATOR_BYTES: Final = 0.15 * 2**30
 """What a GPU holds beside the allocator: context and libraries, and each communicator (assumed)."""
@@ -99,7 +102,6 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     sharded = x.zero >= 1
     three = x.zero >= 3
     accumulates = x.micro_batches > 1
-    none = np.zeros_like(x.full)
     rest = x.storage * x.full / x.shards
     kept = np.where(three, 0.0, x.compute * x.full)  # gathered from first forward to last backward
     optimizer = 2.0 * x.storage * x.trainable / x.shards
@@ -118,6 +120,10 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         ),
     )
     acts = x.in_flight * x.activations
+    # every other micro-batch in flight keeps its log-softmax
+    kept_logits = SAVED_LOGITS_BYTES * x.logits * np.maximum(x.in_flight - 1.0, 0.0)
+    # FSDP2 holds on to the last reduce-scatter's input (the root unit's) until the next micro-batch reduces
+    stale = np.where((x.zero >= 2) & accumulates, x.reduce * x.root_trainable, 0.0)
     # stage 3 in forward: root and one block gathered, with the flat buffer it was gathered into
     forward_units = np.where(three, x.compute * (x.root + 2.0 * x.block), 0.0)
     forward_units = forward_units + np.where(sharded & ~three, x.compute * np.maximum(x.block, 0.0), 0.0)
@@ -128,8 +134,8 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         "gradients": held,
         "optimizer": optimizer,
         "activations": acts,
-        "logits": np.where(x.logits > 0, LOSS_LOGITS_BYTES * x.logits, 0.0),
-        "working": casts * x.in_flight + forward_units + x.boundary,
+        "logits": LOSS_LOGITS_BYTES * x.logits + kept_logits,
+        "working": casts * x.in_flight + forward_units + x.boundary + stale,
     }
     # the head's gradient, while the logits' gradient still lives
     wide = np.where(x.compute < 4.0, x.compute + 4.0, x.compute)
@@ -138,8 +144,9 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         "gradients": held,
         "optimizer": optimizer,
         "activations": acts,
-        "logits": wide * x.logits,
+        "logits": wide * x.logits + kept_logits,
         "working": casts * x.in_flight
+        + stale
         + backward_units
         + x.boundary
         + np.where(x.logits > 0, wide * x.tensor, 0.0),
@@ -148,7 +155,8 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     root_gradient = np.where(sharded & (x.logits > 0), x.compute * x.root_trainable, 0.0)
     unit = np.where(
         sharded,
-        (x.compute + np.where((x.zero == 1) & accumulates, 0.0, 2.0 * x.reduce)) * x.block_trainable,
+        x.compute * x.block_trainable
+        + np.maximum(np.where((x.zero == 1) & accumulates, 0.0, 2.0 * x.reduce) * x.block_trainable, stale),
         wide * np.minimum(x.tensor, x.block_trainable),
     )
     block = {
@@ -156,7 +164,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         "gradients": held,
         "optimizer": optimizer,
         "activations": acts,
-        "logits": none,
+        "logits": kept_logits,
         "working": casts * x.in_flight
         + backward_units
         + x.boundary
@@ -174,7 +182,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         "gradients": last,
         "optimizer": optimizer,
         "activations": acts - x.activations,
-        "logits": none,
+        "logits": kept_logits,
         "working": casts * (x.in_flight - 1.0)
         + x.boundary
         + np.where(
