@@ -167,3 +167,23 @@ def test_h129_two_views_of_one_buffer_are_both_stored(pool, tmp_path):
         assert result["keys"] == ["model/a", "model/b"]
         assert result["tied"] == {"copy_of_a": "a"}
         assert result["chunks"] == 2
+
+
+def export_one(rank: int, world: int, checkpoint: Path, out: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    from meshwright.checkpoint.export import export_command
+
+    report = export_command(str(checkpoint), str(out), check_logits=True)
+    return {"report": report, "tensors": load_file(out / "model.safetensors")}
+
+
+@pytest.mark.parametrize("layout", ["dp=4,zero=3,precision=fp32", "dp=2,pp=2,zero=1,precision=fp32"])
+def test_h130_an_export_of_four_ranks_is_the_live_model(pool, tmp_path, layout):
+    """H130: every parameter of shards and stages is in the export, bit for bit; the tied head is not."""
+    first = pool.run(save_one, 4, tmp_path, TIED, layout, ADAMW, 0)
+    live = {n: t for n, t in whole(first, "saved").items() if "/" not in n and n != "lm_head.weight"}
+    result = pool.run(export_one, 1, first[0]["path"], tmp_path / "out")[0]
+    assert result["report"]["check_logits"]["max_abs_diff"] == 0.0
+    assert result["tensors"].keys() == live.keys()
+    assert differing(result["tensors"], live) == []

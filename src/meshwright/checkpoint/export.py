@@ -214,7 +214,12 @@ def compare_logits(checkpoint: Path, out: Path, *, seq_len: int = 32) -> dict[st
 
     manifest = read_manifest(checkpoint)
     config = model_config(checkpoint, manifest)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, local_files_only=True)
+    options: dict[str, Any] = {}
+    if spec_from_config(config, name="", source=str(checkpoint)).moe is not None:
+        options["experts_implementation"] = "eager"  # the fused kernels take neither float64 nor every size
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        out, output_loading_info=True, local_files_only=True, **options
+    )
     reloaded, info = loaded
     kind = next(reloaded.parameters()).dtype
     wrong = {k: sorted(map(str, v)) for k, v in info.items() if v}
@@ -224,7 +229,7 @@ def compare_logits(checkpoint: Path, out: Path, *, seq_len: int = 32) -> dict[st
         )
     stored = stored_tensors(read_index(checkpoint))
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(config["model_type"], **_arguments(config)), dtype=torch.float32
+        AutoConfig.for_model(config["model_type"], **_arguments(config)), dtype=torch.float32, **options
     )
     params = dict(model.named_parameters())
     _cast(model, next(e.properties.dtype for k, e in stored.items() if k.startswith(MODEL)))
