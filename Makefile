@@ -60,5 +60,5 @@ errors-page: $(STAMP)
 	$(BIN)/python -m meshwright explain --all-markdown > docs/errors.md
 
 clean:
-	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
