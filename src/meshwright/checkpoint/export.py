@@ -125,7 +125,7 @@ def export_hf(
 
     The folder has config.json with the dtype of the tensors, one or more safetensors files and, when the run's
     tokenizer is still where the manifest says, the tokenizer; it gets its name when everything is written.
-    Memory: one safetensors file and twice one block.
+    Memory: one safetensors file, and a few times one block (or the embedding, when that is larger).
 
     Args:
         checkpoint: a folder ``step-N``.
