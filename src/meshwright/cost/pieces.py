@@ -29,6 +29,16 @@ SELECTIVE_SHARE = 15.0 / 41.0
 """Kept share under selective recompute: 13.5 to 15.5 of 41 s*b*h on Llama blocks (every second matmul output and
 the attention output kept)."""
 
+CPU_OPS = (9.0, 10.0)
+"""On a CPU an operation inside a Hugging Face module, with the Python around it, costs this many times a small
+operation in a tight loop, forward and backward: 0.75 and 2.0 ms a block of a 6-layer Llama of width 128, where the
+loop's were 1.6 and 3.3 us (CPU time on two shared cores)."""
+
+PASSES = {"gpu": (2.0, 4.0), "cpu": (5.0, 6.0)}
+"""Bytes that elementwise operations move, in multiples of the bytes kept for backward, forward and backward. On a
+GPU a kept tensor is written and about once read in forward, read and its gradient written in backward (assumed); on
+a CPU the slope over tokens of the same measurement."""
+
 SHARD_OPS_PER_UNIT = 16
 SHARD_OPS_PER_TENSOR = 4
 """Small operations that FSDP2 runs per gather or scatter of a unit, and per tensor in it."""
@@ -223,10 +233,11 @@ class Pricer:
             forward = r.matmul_s(tokens, h, v) + (norm + logits * (copy + 16.0)) / r.copy_rate
             backward = r.matmul_s(tokens, v, h) + r.matmul_s(v, tokens, h)
             backward += (2.0 * norm + logits * (copy + 20.0)) / r.copy_rate
+            ratio = (1.0, 1.0) if r.overlaps else CPU_OPS
             again = r.matmul_s(tokens, h, v) if loss == "chunked" else 0.0
             self._ends[slot] = Work(
-                forward=forward + 14 * r.op_s,
-                backward=backward + 14 * r.backward_op_s,
+                forward=forward + 14 * r.op_s * ratio[0],
+                backward=backward + 14 * r.backward_op_s * ratio[1],
                 recompute=again,
                 tensor=self._tp_pair(key, 1),
                 kept=saved_final_bytes(self.spec, self.seq_len, key.micro_batch, c, self._residual_bytes(key))
@@ -270,14 +281,15 @@ class Pricer:
         backward += behind * share
         flops += 3.0 * attention_flops(key.micro_batch, heads, float(self.seq_len), width) * share
         whole = self._saved(block, key)
-        # a kept tensor is written once and read about once in forward, read and its gradient written in backward
-        forward += 2.0 * whole / r.copy_rate
-        backward += 4.0 * whole / r.copy_rate
+        passes = PASSES["gpu" if r.overlaps else "cpu"]
+        forward += passes[0] * whole / r.copy_rate
+        backward += passes[1] * whole / r.copy_rate
         ops, nodes = self._operations(block, linears, key)
         if r.overlaps:  # a GPU runs kernels while the host launches the next ones
             forward, backward = max(forward, ops * r.op_s), max(backward, nodes * r.backward_op_s)
         else:
-            forward, backward = forward + ops * r.op_s, backward + nodes * r.backward_op_s
+            forward += CPU_OPS[0] * ops * r.op_s
+            backward += CPU_OPS[1] * nodes * r.backward_op_s
         tensor_s = self._tp_pair(key, 2)
         again = {"none": 0.0, "full": 1.0, "selective": 0.5}[key.recompute]
         if key.recompute == "full":
