@@ -54,6 +54,8 @@ def enumerate_layouts(spec: ModelSpec, space: Space) -> Iterator[Layout]:
         ):
             if local % micro_batch:
                 continue
+            if schedule == "gpipe" and local == micro_batch and "schedule" not in pins:
+                continue  # with one micro-batch it is 1f1b
             yield Layout(
                 dp=dp,
                 zero=zero,
