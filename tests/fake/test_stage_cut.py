@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from meshwright.layout.built import PIPELINE_FAMILIES
 from meshwright.model.read_hf import spec_from_config
 from meshwright.parallel.build import build_model

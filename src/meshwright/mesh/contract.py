@@ -28,6 +28,37 @@ NAMES: Final[tuple[PrivateName, ...]] = (
     PrivateName("torch.distributed.pipelining.schedules", "_Action", "parallel.pipeline"),
     PrivateName("torch.distributed.pipelining.schedules", "_Action.from_str", "parallel.pipeline"),
     PrivateName("torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime", "parallel.pipeline"),
+    PrivateName(
+        "torch.distributed.pipelining.schedules",
+        "_PipelineScheduleRuntime._prepare_schedule_with_comms",
+        "parallel.pipeline",
+    ),
+    PrivateName(
+        "torch.distributed.pipelining.schedules",
+        "_PipelineScheduleRuntime._step_microbatches",
+        "parallel.pipeline",
+    ),
+    PrivateName(
+        "torch.distributed.pipelining.schedules",
+        "_PipelineScheduleRuntime._initialize_stages",
+        "parallel.pipeline",
+    ),
+    PrivateName(
+        "torch.distributed.pipelining", "PipelineStage.backward_maybe_with_nosync", "parallel.pipeline"
+    ),
+    PrivateName("torch.distributed.pipelining", "PipelineStage.perform_reduce_grad", "parallel.pipeline"),
+    PrivateName("torch.distributed.pipelining", "PipelineStage.forward_one_chunk", "parallel.pipeline"),
+    PrivateName("torch.distributed.pipelining", "PipelineStage.backward_one_chunk", "parallel.pipeline"),
+    PrivateName("torch.distributed.pipelining", "PipelineStage.clear_runtime_states", "parallel.pipeline"),
+    PrivateName("torch", "_foreach_mul_", "parallel.apply"),
+    PrivateName("torch.autograd", "Variable._execution_engine.queue_callback", "parallel.replicate"),
+    PrivateName("torch.distributed", "ProcessGroup.unbox", "parallel.record"),
+    PrivateName("torch.distributed.fsdp", "FSDPModule.set_gradient_divide_factor", "parallel.zero"),
+    PrivateName("torch.distributed.fsdp", "FSDPModule.set_force_sum_reduction_for_comms", "parallel.zero"),
+    PrivateName("torch", "UntypedStorage.resize_", "train.memory"),
+    PrivateName("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING", "checkpoint.metadata"),
+    PrivateName("torch.distributed.checkpoint.filesystem", "_StorageInfo", "checkpoint.metadata"),
+    PrivateName("torch.serialization", "_get_layout", "checkpoint.metadata"),
     PrivateName("torch.utils._python_dispatch", "TorchDispatchMode", "parallel.record"),
     PrivateName("torch.utils._pytree", "tree_leaves", "train.memory"),
 )

@@ -5,6 +5,7 @@ Only axes of degree above 1 become mesh dims; an axis that is not in the mesh ha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,10 +49,10 @@ class MeshView:
 
     def submesh(self, *axes: str) -> DeviceMesh | None:
         """Return the mesh over those of ``axes`` that have a degree above 1, or None when none has."""
-        names = tuple(a for a in axes if a in self.groups)
-        if self.mesh is None or not names:
+        names: tuple[str, ...] = tuple(a for a in axes if a in self.groups)
+        if self.mesh is None or len(names) == 0:
             return None
-        return self.mesh[names if len(names) > 1 else names[0]]
+        return self.mesh[names] if len(names) > 1 else self.mesh[next(iter(names))]
 
     def group_names(self) -> dict[str, str]:
         """Return torch's name of each process group mapped to our axis name."""
@@ -73,7 +74,8 @@ def build_mesh(layout: Layout, rank: int, device_type: str = "cpu", *, tied: boo
     if len(shape) == 1:
         # torch would use the default group for an axis over all ranks. It numbers what runs on a group, and the
         # messages of a pipeline would make those numbers differ over ranks: sums over the world stay apart.
-        whole = dist.new_group(list(range(layout.world_size)))
+        whole = _new_group(range(layout.world_size))
+        assert whole is not None
         mesh = DeviceMesh.from_group(
             whole, device_type, mesh=torch.arange(layout.world_size), mesh_dim_names=tuple(shape)
         )
@@ -90,6 +92,12 @@ def build_mesh(layout: Layout, rank: int, device_type: str = "cpu", *, tied: boo
     return MeshView(layout, rank, coords, mesh, groups, device)
 
 
+def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """Make a group (all ranks of the job take part); return it where this rank is in it, else None."""
+    made = dist.new_group(list(ranks))
+    return made if isinstance(made, dist.ProcessGroup) else None
+
+
 def _tied_group(layout: Layout, rank: int) -> dist.ProcessGroup | None:
     """Make the pair group of every pipeline (all ranks take part in each creation); return this rank's."""
     mine: dist.ProcessGroup | None = None
@@ -100,7 +108,7 @@ def _tied_group(layout: Layout, rank: int) -> dist.ProcessGroup | None:
         if pair in seen:
             continue
         seen.add(pair)
-        made = dist.new_group(list(pair))
+        made = _new_group(pair)
         if rank in pair:
             mine = made
     return mine

@@ -31,7 +31,7 @@ def generate(folder: Path, prompt: str) -> str:
     """Return ``prompt`` continued greedily by the model in ``folder``, loaded with plain transformers."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     ids = torch.tensor([list(tokenizer.encode(prompt))])
     with torch.no_grad():

@@ -17,6 +17,7 @@ from meshwright.layout.batch import derive_batch
 from meshwright.layout.check import check
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
+from meshwright.mesh import contract
 from meshwright.mesh.env import RankFacts
 from meshwright.mesh.launch import run_local
 from meshwright.model.read_hf import read_model, spec_from_config
@@ -210,7 +211,7 @@ def prove_command(
         MeshwrightError: every Problem of the input; E900 for what later work brings.
     """
     show = show or (lambda line: None)
-    problems = []
+    problems = contract.missing()
     if ladder and any(parse_layout(layout).as_dict()[a] > 1 for a in ("tp", "cp", "ep")):
         problems.append(problem("E900", where="--ladder", found="rungs for tp, cp and ep are not built yet"))
     if resume:
@@ -218,7 +219,8 @@ def prove_command(
             problem("E900", where="--resume", found="the proof of a resumed run is not built yet")
         )
     refuse(problems)
-    target = model if model is not None else run.model.config
+    assert model is not None or run is not None
+    target = model if model is not None else run.model.config  # pyright: ignore[reportOptionalMemberAccess]
     spec = read_model(target)
     if tie and not spec.tied_embeddings:
         spec = spec_from_config({**spec.config, "tie_word_embeddings": True}, spec.name, spec.source)

@@ -24,6 +24,7 @@ from meshwright.layout.batch import derive_batch
 from meshwright.layout.check import check
 from meshwright.layout.parse import parse_layout
 from meshwright.layout.precision import precision_table
+from meshwright.mesh import contract
 from meshwright.mesh.env import cache_folder, check_world_size, torchrun_facts
 from meshwright.mesh.launch import run_local
 from meshwright.model.counts import flops_per_token
@@ -64,6 +65,7 @@ def prepare(
     Raises:
         MeshwrightError: everything that is illegal, not built or does not match, at once.
     """
+    refuse(contract.missing(), ExitCode.ENVIRONMENT)
     spec = read_model(run.model.config)
     frozen_names(spec, tuple(run.freeze))
     facts = torchrun_facts()

@@ -30,6 +30,11 @@ from meshwright.program.plan import Plan
 from meshwright.schedule.text import parse_schedule
 
 
+def _multiply(tensors: list[Tensor], factor: float) -> None:
+    """Multiply all tensors in place (one call for all of them: a private name of torch, see ``mesh.contract``)."""
+    torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def _silent(_: str) -> None:
     """Report nothing."""
 
@@ -140,11 +145,11 @@ class ParallelModel:
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient of this rank by ``factor`` in place."""
         if isinstance(self.data, Replicate):
-            torch._foreach_mul_(self.data.flat_gradients(), factor)
+            _multiply(self.data.flat_gradients(), factor)
         else:
             grads = [local(g) for g in self.gradients().values()]
             if grads:
-                torch._foreach_mul_(grads, factor)
+                _multiply(grads, factor)
 
     @torch.no_grad()
     def evaluate(self, inputs_ABT: Tensor, labels_ABT: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from meshwright.base.errors import MeshwrightError, problem, refuse
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
 from meshwright.layout.precision import precision_table
+from meshwright.mesh import contract
 from meshwright.mesh.device_mesh import build_mesh
 from meshwright.mesh.env import check_world_size
 from meshwright.parallel.precision import dtype_of, forward_context
@@ -132,6 +133,7 @@ def parallelize_module(
     """Do what ``api.parallelize`` says."""
     layout = parse_layout(plan) if isinstance(plan, str) else plan.layout if isinstance(plan, Plan) else plan
     _refuse_axes(layout)
+    refuse(contract.missing())
     world = dist.get_world_size() if dist.is_initialized() else 1
     refuse(check_world_size(layout.world_size, world))
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -189,7 +191,7 @@ def _autocast(model: nn.Module, context: Callable[[], Any]) -> None:
         with context():
             return forward(*args, **kwargs)
 
-    model.forward = types.MethodType(autocast_forward, model)
+    model.forward = types.MethodType(autocast_forward, model)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _add_no_sync(model: nn.Module, engine: Replicate | Zero) -> None:
@@ -203,4 +205,5 @@ def _add_no_sync(model: nn.Module, engine: Replicate | Zero) -> None:
         finally:
             engine.before_backward(last=True)
 
-    model.no_sync = types.MethodType(no_sync, model)  # pyright: ignore[reportAttributeAccessIssue]
+    holder: Any = model
+    holder.no_sync = types.MethodType(no_sync, model)

@@ -126,8 +126,9 @@ class Pipeline:
             self._note(f"{self.stage_index}B{index}")
             return backward(index, *args, **kwargs)
 
-        self._stage.forward_one_chunk = forward_one_chunk
-        self._stage.backward_one_chunk = backward_one_chunk
+        stage: Any = self._stage
+        stage.forward_one_chunk = forward_one_chunk
+        stage.backward_one_chunk = backward_one_chunk
 
     def _note(self, action: str) -> None:
         self.executed.append(action)

@@ -117,7 +117,8 @@ class StageModule(nn.Module):
         with self.forward_context():
             out = self.logits(x) if self.is_last else self._hidden(x).to(self.wire_dtype)
         if not self.is_last and out._is_view():
-            out = out.clone()  # FSDP2 hooks onto the output, and an in-place use of a view would lose that hook
+            # FSDP2 hooks onto the output, and an in-place use of a view would lose that hook.
+            out = out.clone()
         return out if labels is None else token_loss_sum(out, labels)
 
 

@@ -95,4 +95,5 @@ def _tensorboard(folder: Path) -> _Writer | None:
         return None
     from torch.utils.tensorboard.writer import SummaryWriter
 
-    return SummaryWriter(str(folder / "tensorboard"))
+    writer: Any = SummaryWriter(str(folder / "tensorboard"))
+    return writer

@@ -120,7 +120,8 @@ def train_step(
             model.scale_gradients(factor)
         optimizer.step()
     marks.append(time.perf_counter())
-    phases = dict(zip(("count", "forward_backward", "reduce", "optimizer"), _differences(marks), strict=True))
+    names = ("count", "forward_backward", "reduce", "optimizer")
+    phases: dict[str, float] = dict(zip(names, _differences(marks), strict=True))
     return StepResult(
         loss=loss,
         grad_norm=norm,

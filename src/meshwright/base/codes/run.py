@@ -71,7 +71,7 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         title="The model's auxiliary loss is not built yet",
         kind="code",
         needs="output_router_logits = false",
-        why="the router's auxiliary loss is not added to the loss yet, and leaving it out silently would train another model",
+        why="the router's auxiliary loss is not added to the loss yet, and without it another model would be trained",
         do='set "output_router_logits": false in config.json',
     ),
     CodeInfo(
