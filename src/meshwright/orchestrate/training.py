@@ -156,7 +156,7 @@ def _fixed() -> str:
 
 def _cluster(run: Any, ranks: int, show: Show) -> tuple[ClusterSpec | None, dict[str, Any] | None]:
     if run.cluster is not None:
-        return read_cluster(run.cluster, None), None
+        return read_cluster(run.cluster, ranks), None
     probe = machine_probe(ranks, show)
     return cluster_from_probe(probe), probe
 
