@@ -39,13 +39,13 @@ check: $(STAMP)
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 	$(BIN)/lint-imports
-	$(BIN)/codespell src tests recipes README.md Makefile
+	$(BIN)/codespell src tests recipes docs README.md CONTRIBUTING.md CHANGELOG.md AGENTS.md Makefile
 	$(BIN)/python -m meshwright explain --all-markdown | diff -u docs/errors.md - \
 	  || { echo "docs/errors.md is not up to date: make errors-page" >&2; exit 1; }
 	$(BIN)/pyright
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests/unit tests/fake tests/gloo -m "not slow"
+	$(BIN)/python -m pytest tests/unit tests/fake tests/gloo tests/docs -m "not slow"
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest tests
