@@ -125,22 +125,33 @@ class ParallelModel:
         """Return this rank's gradients (shards as DTensors) by logical name; missing ones are left out."""
         return {n: p.grad for n, p in self.trainable().items() if p.grad is not None}
 
-    def owned_square_sum(self) -> Tensor:
-        """Return the sum of squares of the gradient elements that this rank owns, float64 scalar."""
-        flat = self._flat_gradients()
-        grads = (
-            flat if flat is not None else [local(g) for n, g in self.gradients().items() if n in self.owned]
-        )
+    def without_gradient(self) -> list[str]:
+        """Return the names of trainable parameters that the last step's backwards did not reach on this rank."""
+        if isinstance(self.data, Replicate):  # its gradients always exist, as views of a buffer
+            return [n for n, p in self.trainable().items() if id(p) not in self.data.reached]
+        return [n for n, p in self.trainable().items() if p.grad is None]
+
+    def square_sums(self) -> tuple[Tensor, Tensor]:
+        """Return the sums of squares of the gradient elements that this rank owns, and of all that it holds.
+
+        The second is for what every rank must agree on (a value that is not finite, on whichever replica). Both are
+        float64 scalars.
+        """
+        if isinstance(self.data, Replicate):
+            held = self._square_sum(self.data.flat_gradients())
+        else:
+            held = self._square_sum([local(g) for g in self.gradients().values()])
+        if not self.owned:
+            return torch.zeros_like(held), held
+        if set(self.trainable()) <= self.owned:
+            return held, held
+        return self._square_sum([local(g) for n, g in self.gradients().items() if n in self.owned]), held
+
+    def _square_sum(self, grads: list[Tensor]) -> Tensor:
         grads = [g for g in grads if g.numel()]
-        if not grads or not self.owned:
+        if not grads:
             return torch.zeros((), dtype=torch.float64, device=self.view.device)
         return get_total_norm(grads).to(torch.float64) ** 2
-
-    def _flat_gradients(self) -> list[Tensor] | None:
-        """Return whole gradient buffers where one norm over them counts just what this rank owns."""
-        if isinstance(self.data, Replicate) and set(self.trainable()) <= self.owned:
-            return self.data.flat_gradients()
-        return None
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient of this rank by ``factor`` in place."""

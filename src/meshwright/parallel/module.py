@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.base.errors import MeshwrightError, problem, refuse
+from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
 from meshwright.layout.precision import precision_table
@@ -118,6 +118,48 @@ def _refuse_axes(layout: Layout) -> None:
     refuse(problems)
 
 
+def _storage_problems(model: nn.Module, storage: str) -> list[Problem]:
+    """Return E557 when trainable parameters are not in the dtype of the layout's parameters at rest."""
+    wrong = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.dtype != dtype_of(storage)]
+    if not wrong:
+        return []
+    name, first = wrong[0]
+    return [
+        problem(
+            "E557",
+            where=name,
+            found=f"{len(wrong)} trainable parameters are not {storage}; the first is {first.dtype}".replace(
+                "torch.", ""
+            ),
+        )
+    ]
+
+
+def _refuse_other_modules(model: nn.Module) -> None:
+    """Refuse modules that are not alike on all ranks, before any of their bytes are sent.
+
+    Communication: one all_gather of names, dtypes and shapes on the default group.
+    """
+    mine = {
+        n: f"{t.dtype} {list(t.shape)}".removeprefix("torch.")
+        for n, t in [*model.named_parameters(), *model.named_buffers()]
+    }
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    names = {n: None for rank in ranks for n in rank}
+    refuse(
+        [
+            problem(
+                "E558",
+                where=name,
+                found="; ".join(f"rank {k}: {rank.get(name, 'none')}" for k, rank in enumerate(ranks)),
+            )
+            for name in names
+            if len({rank.get(name) for rank in ranks}) > 1
+        ]
+    )
+
+
 def parallelize_module(
     model: nn.Module,
     plan: Plan | Layout | str,
@@ -141,7 +183,9 @@ def parallelize_module(
     view = build_mesh(layout, rank, device_type)
     table = precision_table(layout)
     _, members = find_blocks(model, blocks)
+    refuse(_storage_problems(model, table.storage))
     if world > 1:
+        _refuse_other_modules(model)
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), src=0)
     matrices = {n for n, p in model.named_parameters() if p.ndim >= 2}

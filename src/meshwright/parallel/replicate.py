@@ -62,6 +62,9 @@ class Replicate:
         units: (name, trainable parameters) from first to last, in the order of the model.
         group: the data-parallel group, or None for one replica (then there is nothing to reduce).
         average: divide the sum by the number of replicas (a user's own loop that takes the mean per rank).
+
+    Attributes:
+        reached: ids of the parameters that a backward gave a gradient since ``zero_grad``.
     """
 
     def __init__(
@@ -74,17 +77,21 @@ class Replicate:
         self.group = group
         self.average = average
         self.units = [FlatUnit(name, params) for name, params in units if params]
+        self.reached: set[int] = set()
         self.sync = False
         self._next = len(self.units) - 1
         self._works: list[dist.Work] = []
         self._finish_with_backward = False
         self._queued = False
         self._handles = [
-            p.register_post_accumulate_grad_hook(self._hook(unit)) for unit in self.units for p in unit.params
+            p.register_post_accumulate_grad_hook(self._hook(unit, id(p)))
+            for unit in self.units
+            for p in unit.params
         ]
 
-    def _hook(self, unit: FlatUnit) -> Callable[[Tensor], None]:
+    def _hook(self, unit: FlatUnit, key: int) -> Callable[[Tensor], None]:
         def on_gradient(_: Tensor) -> None:
+            self.reached.add(key)
             if self.sync and self.group is not None:
                 if self._finish_with_backward and self._next == len(self.units) - 1 and not self._queued:
                     self._queued = True
@@ -116,6 +123,7 @@ class Replicate:
 
     def zero_grad(self) -> None:
         """Set all gradients to zero."""
+        self.reached.clear()
         for unit in self.units:
             unit.zero()
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.base.axes import WORLD
-from meshwright.base.errors import ExitCode, MeshwrightError, problem
+from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
 from meshwright.base.records import MemoryBytes
 from meshwright.checkpoint.load import load_checkpoint
 from meshwright.checkpoint.save import save_checkpoint
@@ -40,6 +40,9 @@ MAX_SKIPS = 5
 """A run stops after this many skipped steps in a row (fp16: after its scale has had room to fall)."""
 
 MAX_SKIPS_FP16 = 20
+
+RESUMED = ("step", "seed", "seq_len", "loss_scale", "data_position", "data_hash", "plan_hash")
+"""What a checkpoint's ``extra`` holds beside tensors; the learning rate is a function of the step alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,8 +286,7 @@ def _judge(result: StepResult, scale: LossScale, model: ParallelModel, step: int
 
 def _check_coverage(model: ParallelModel) -> None:
     """Refuse a run in which a trainable parameter got no gradient at all."""
-    got = model.gradients()
-    missing = [n for n in model.trainable() if n not in got]
+    missing = model.without_gradient()
     if missing:
         raise MeshwrightError(
             problem(
@@ -353,6 +355,7 @@ def _save(
         extra={
             "step": step,
             "seed": task.run.run.seed,
+            "seq_len": task.plan.batch.seq_len,
             "loss_scale": {
                 "value": scale.value,
                 "good_steps": scale.good_steps,
@@ -368,20 +371,43 @@ def _save(
     )
 
 
+def check_resumed(extra: Mapping[str, Any], task: TrainTask) -> list[Problem]:
+    """Return what a checkpoint lacks (E556), and where its data would not go on in this run (E551)."""
+    missing = [name for name in RESUMED if name not in extra]
+    if missing:
+        return [
+            problem(
+                "E556",
+                where=str(task.resume_from),
+                found=f"{len(missing)} of {len(RESUMED)} parts are not in it: " + ", ".join(missing),
+            )
+        ]
+    batch, step = task.plan.batch, extra["step"]
+    pairs = [
+        ("data.path", "data", extra["data_hash"], task.data.hash),
+        ("run.seed", "the order of seed", extra["seed"], task.run.run.seed),
+        ("data.seq_len", "sequences of", extra["seq_len"], batch.seq_len),
+        (
+            "batch.sequences",
+            f"after step {step}, position",
+            extra["data_position"],
+            step * batch.global_batch,
+        ),
+    ]
+    return [
+        problem("E551", where=where, found=f"the checkpoint has {what} {saved}, this run {now}")
+        for where, what, saved, now in pairs
+        if saved != now
+    ]
+
+
 def _resume(task: TrainTask, model: ParallelModel, optimizer: torch.optim.Optimizer, scale: LossScale) -> int:
     """Load the checkpoint into this rank's part; Returns the step it was saved after."""
     assert task.resume_from is not None
     extra = load_checkpoint(
         path=task.resume_from, params=model.params, optimizer=optimizer, tied=_tied_names(task, model)
     )
-    if extra["data_hash"] != task.data.hash:
-        raise MeshwrightError(
-            problem(
-                "E551",
-                where="data.path",
-                found=f"the checkpoint was trained on data {extra['data_hash']}, this run reads {task.data.hash}",
-            )
-        )
+    refuse(check_resumed(extra, task))
     saved = extra["loss_scale"]
     scale.value, scale.good_steps, scale.skipped_in_row = (
         saved["value"],

@@ -102,8 +102,9 @@ def train_step(
     if on_gradients is not None:
         on_gradients(model)
 
-    square_sum = model.owned_square_sum()
-    overflow = (~torch.isfinite(square_sum)).to(torch.float64)
+    square_sum, held_square_sum = model.square_sums()
+    # Judged by what every rank holds, not by what it owns: a bad replica must stop all of them too.
+    overflow = (~torch.isfinite(held_square_sum)).to(torch.float64)
     square_sum = torch.nan_to_num(square_sum, nan=0.0, posinf=0.0)
     sums = sum_over_world(torch.stack([square_sum, loss_sum, overflow]), model)
     square_sum, loss_sum, overflow = sums.tolist()
