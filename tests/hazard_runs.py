@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.load import load_checkpoint
+from meshwright.checkpoint.save import save_checkpoint
 from meshwright.layout.parse import parse_layout
 from meshwright.mesh.device_mesh import build_mesh
 from meshwright.model.read_hf import spec_from_config
 from meshwright.parallel.apply import ParallelModel, apply_plan, full_tensor
 from meshwright.parallel.tied import local
 from meshwright.program.make import make_plan
+from meshwright.program.plan_file import plan_to_dict
 from meshwright.train.data import rank_rows
 from meshwright.train.optim import Rate, build_optimizer
 from meshwright.train.scale import LossScale
@@ -87,6 +91,32 @@ class Rig:
             max_norm=max_norm,
             scale=self.scale,
             on_gradients=on_gradients,
+        )
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Return the second copies that this rank holds, with the names that fill them."""
+        held = self.model.params
+        return {t.name: t.tied_to for t in self.spec.tensors() if t.tied_to is not None and t.name in held}
+
+    def save(self, folder: Path, step: int) -> Path:
+        """Save a checkpoint below ``folder``; return its path."""
+        return save_checkpoint(
+            folder=folder,
+            step=step,
+            params=self.model.params,
+            optimizer=self.optimizer,
+            tied=self.tied,
+            extra={"step": step},
+            manifest={"plan": plan_to_dict(self.plan)},
+            world_size=self.plan.world_size,
+            rank=self.rank,
+        )
+
+    def load(self, path: Path, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+        """Load a checkpoint into this rank's part (with another optimizer than its own, if given)."""
+        return load_checkpoint(
+            path=path, params=self.model.params, optimizer=optimizer or self.optimizer, tied=self.tied
         )
 
     def params(self) -> dict[str, Tensor]:
