@@ -49,8 +49,13 @@ def run_command(command: str) -> tuple[int, str]:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             code = run(words)
         return code, out.getvalue()
+    return run_script(command)
+
+
+def run_script(script: str) -> tuple[int, str]:
+    """Run shell text that ends at its first failing command; return (exit code, standard output and error)."""
     done = subprocess.run(
-        ["bash", "-c", command],
+        ["bash", "-e", "-c", script],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -76,6 +81,10 @@ def run_block(block: Block) -> None:
     if block.language == "yaml":  # a file that a later block of the page uses; its first line names it
         name = block.lines[0].removeprefix("#").split()[0]
         Path(name).write_text("\n".join(block.lines) + "\n", encoding="utf-8")
+        return
+    if block.language == "bash":  # one script, so that here-documents and variables work
+        code, text = run_script("\n".join(block.lines))
+        assert code == block.exit_code, f"{block.name} ended with {code}:\n{text[-3000:]}"
         return
     todo = block.commands()
     assert todo, f"{block.name}: nothing to run"
