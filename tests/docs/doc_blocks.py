@@ -284,3 +284,35 @@ def table_after(page: Path, marker: str) -> list[str]:
     while end < len(lines) and lines[end].startswith("|"):
         end += 1
     return lines[start:end]
+
+
+# -- writing them again ---------------------------------------------------------------------------------------
+
+
+def write_table(page: Path, marker: str, table: list[str]) -> bool:
+    """Put ``table`` after ``<!-- MARKER -->`` on a page; return whether the page changed."""
+    old = table_after(page, marker)
+    if old == table:
+        return False
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text.replace("\n".join(old), "\n".join(table), 1), encoding="utf-8")
+    return True
+
+
+def refresh() -> list[Path]:
+    """Write every table that is the program's (options, run-file keys, what runs today); return the changed pages."""
+    reference = ROOT / "docs" / "reference"
+    todo = [
+        (ROOT / "README.md", "built", built_table()),
+        (reference / "run-file.md", "keys", run_file_table()),
+    ]
+    for name, command in commands().items():
+        if is_built(command):
+            page = reference / "commands" / f"{name.replace(' ', '-')}.md"
+            todo.append((page, "options", option_table(command)))
+    return [page for page, marker, table in todo if write_table(page, marker, table)]
+
+
+if __name__ == "__main__":
+    for changed in refresh():
+        print(f"written: {changed.relative_to(ROOT)}")

@@ -28,6 +28,7 @@ from doc_blocks import (
 )
 
 from meshwright.base.codes import CODES
+from meshwright.config.schema import NOT_HONOURED, known_keys
 from meshwright.layout.parse import parse_layout
 
 PAGES = pages()
@@ -155,6 +156,12 @@ def test_the_table_of_what_runs_today_is_the_programs(page: str) -> None:
         assert shown == made
     else:  # the same keys and values under translated headings and words
         assert [code_of(row) for row in shown] == [code_of(row) for row in made]
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_keys_that_are_not_honoured_are_all_told(page: str) -> None:
+    told = {code for code in inline_code(ROOT / page) if code in known_keys() and "." in code}
+    assert told - {"data.path"} == set(NOT_HONOURED)
 
 
 def code_of(row: str) -> list[str]:
