@@ -55,6 +55,15 @@ NAMES: Final[tuple[PrivateName, ...]] = (
     PrivateName("torch.distributed", "ProcessGroup.unbox", "parallel.record"),
     PrivateName("torch.distributed.fsdp", "FSDPModule.set_gradient_divide_factor", "parallel.zero"),
     PrivateName("torch.distributed.fsdp", "FSDPModule.set_force_sum_reduction_for_comms", "parallel.zero"),
+    PrivateName("torch.distributed.fsdp", "FSDPModule._get_fsdp_state", "parallel.zero"),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._fsdp_param_group", "parallel.zero"
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param",
+        "FSDPParam.unsharded_accumulated_grad_data",
+        "parallel.zero",
+    ),
     PrivateName("torch", "UntypedStorage.resize_", "train.memory"),
     PrivateName("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING", "checkpoint.metadata"),
     PrivateName("torch.distributed.checkpoint.filesystem", "_StorageInfo", "checkpoint.metadata"),

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -45,6 +45,23 @@ class Zero:
 
     def finish(self) -> None:
         """Nothing is left: the last backward reduced everything."""
+
+    def waiting_gradients(self) -> list[Tensor]:
+        """Return the gradients that wait for the last backward: whole (stage 1), or shards to be summed (HSDP)."""
+        found: list[Tensor] = []
+        for module in self.root.modules():  # pyright: ignore[reportAttributeAccessIssue]
+            if isinstance(module, FSDPModule):
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    if group._partial_reduce_output is not None:
+                        found.append(group._partial_reduce_output)
+                    for param in group.fsdp_params:
+                        unsharded = getattr(param, "_unsharded_param", None)
+                        grad = param.unsharded_accumulated_grad
+                        if grad is None and unsharded is not None:
+                            grad = unsharded.grad
+                        if grad is not None:
+                            found.append(grad)
+        return found
 
     def reshard(self) -> None:
         """Drop gathered parameters (after an evaluation, which gathers them without a backward)."""

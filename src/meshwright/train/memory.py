@@ -33,15 +33,19 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     return found
 
 
+def gradients(model: ParallelModel) -> list[Tensor]:
+    """Return the gradients that this rank holds now: buffers, shards, and whole ones that still accumulate."""
+    if isinstance(model.data, Replicate):
+        return model.data.flat_gradients()
+    return [p.grad for p in model.params.values() if p.grad is not None] + model.data.waiting_gradients()
+
+
 def state_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
     """Return the tensors that rest between steps: parameters (with buffers), gradients, optimizer state."""
-    gradients = [p.grad for p in model.params.values() if p.grad is not None]
-    if isinstance(model.data, Replicate):
-        gradients = model.data.flat_gradients()
     state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     return {
         "parameters": [*model.params.values(), *model.module.buffers()],
-        "gradients": gradients,
+        "gradients": gradients(model),
         "optimizer": state,
     }
 
@@ -87,7 +91,7 @@ class LiveBytes(TorchDispatchMode):
         self._known[key] = (category, size)
         self.current[category] = self.current.get(category, 0) + size
         self._total += size
-        if self._total > self.peak_total:
+        if self._total >= self.peak_total:  # at equal bytes the later names are the better ones
             self.peak_total = self._total
             self.peak = dict(self.current)
 
@@ -164,7 +168,7 @@ def watch_step(
     before = model.on_action
 
     def on_action(action: str) -> None:
-        counter.add((p.grad for p in model.params.values() if p.grad is not None), "gradients")
+        counter.add(gradients(model), "gradients")
         before(action)
 
     model.on_action = on_action
