@@ -83,3 +83,21 @@ def test_h112_what_each_stage_holds(pool, layout, world, shards, whole_gradients
             "gradients": whole // shards,
             "optimizer": state,
         }
+
+
+def saved(rank, world, layout, folder):
+    """Bytes that come on top of what rests while a checkpoint is written, and the sizes of shards and tensors."""
+    rig = Rig(rank, f"{layout},precision=fp32", config=WIDE, optimizer=ADAMW)
+    rig.step(1)
+    with watch_step(rig.model, rig.optimizer, ()) as counter:
+        rest = sum(counter.current.values())
+        rig.save(folder, 1)
+    largest = max(FLOAT * t.numel for t in rig.spec.tensors())
+    return counter.peak_total - rest, largest, FLOAT * rig.spec.num_parameters
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=3"])
+def test_h127_a_save_gathers_nothing(pool, tmp_path, layout):
+    """H127: while every rank writes its shards, no rank holds more than two of the largest tensors extra."""
+    for extra, largest, whole in pool.run(saved, 2, layout, tmp_path):
+        assert extra < 2 * largest < whole / 2
