@@ -138,7 +138,7 @@ def rank_info(layout: Layout | Plan | str, rank: int | None = None) -> RankInfo:
     """Return who a rank is under ``layout``; ``rank`` defaults to the one that torchrun gave this process.
 
     Raises:
-        MeshwrightError: E110-E119 for an unreadable layout, E554 for a rank outside it.
+        MeshwrightError: E110-E119 for an unreadable layout, E454 for a rank outside it.
     """
     from meshwright.base.axes import MESH_AXES
     from meshwright.layout.parse import parse_layout
@@ -154,7 +154,7 @@ def rank_info(layout: Layout | Plan | str, rank: int | None = None) -> RankInfo:
     if not 0 <= number < layout.world_size:
         raise MeshwrightError(
             problem(
-                "E554",
+                "E454",
                 where="rank",
                 found=f"rank {number} of a layout with {layout.world_size} ranks",
                 needs=f"0 <= rank < {layout.world_size}",

@@ -97,7 +97,7 @@ def test_estimate(capsys: pytest.CaptureFixture[str]) -> None:
     refused = answer_json(capsys, "estimate", *LLAMA_7B, "--layout", "dp=8", "--exact", code=2)
     assert refused["problems"][0]["code"] == "E900"
     unread = answer_json(capsys, "estimate", *LLAMA_7B, "--layout", "dp=4,pp=2,schedule=@none.txt", code=2)
-    assert unread["problems"][0]["code"] == "E863"
+    assert unread["problems"][0]["code"] == "E114"
 
 
 def test_simulate_without_a_cluster_has_the_closed_form(

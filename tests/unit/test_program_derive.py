@@ -191,7 +191,7 @@ def cases(draw: st.DrawFn) -> tuple[str, int, tuple[str, ...]]:
         parts.append(f"shard={draw(st.sampled_from([2, 4]))}")
     parts.append("schedule=" + draw(st.sampled_from(["gpipe", "1f1b"])))
     parts.append("precision=" + draw(st.sampled_from(["fp32", "bf16", "fp64"])))
-    frozen = draw(st.sampled_from([(), ("*embed*",), ("*norm*", "*.1.*")]))
+    frozen = draw(st.sampled_from([(), ("*embed*",), ("*norm*", "*.1.mlp*")]))
     return ",".join(parts), draw(st.integers(1, 5)), frozen
 
 

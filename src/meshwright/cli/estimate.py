@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.base.errors import ExitCode, MeshwrightError, problem
+from meshwright.base.errors import ExitCode, MeshwrightError, problem, refuse
 from meshwright.cli.not_built import refuse_not_built
 from meshwright.cli.options import Cluster, Freeze, GlobalBatch, Gpus, Json, Model, SeqLen
 from meshwright.cli.output import show_json
@@ -43,9 +43,11 @@ def estimate(
     from meshwright.cost.estimate import estimate as price
     from meshwright.layout.parse import parse_layout
     from meshwright.model.read_hf import read_model
+    from meshwright.program.make import check_frozen
 
     spec = read_model(model)
     parsed = parse_layout(layout)
+    refuse(check_frozen(spec, tuple(freeze or ())))
     machine = read_cluster(cluster, gpus or parsed.world_size)
     rows = schedule_rows(parsed.schedule)
     item = price(spec, parsed, machine, seq_len, global_batch, tuple(freeze or ()), rows)
@@ -61,15 +63,20 @@ def schedule_rows(name: str) -> str:
     """Return the rows in the file of ``schedule=@FILE``, or "" for a named schedule.
 
     Raises:
-        MeshwrightError: E863 when the file cannot be read.
+        MeshwrightError: E114 when the file cannot be read, E306 when it is empty.
     """
     if not name.startswith("@"):
         return ""
     try:
-        return Path(name[1:]).read_text(encoding="utf-8")
+        text = Path(name[1:]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        found = f"the schedule file cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise MeshwrightError(problem("E863", where=f"layout.schedule={name}", found=found)) from None
+        found = f"cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}"
+        raise MeshwrightError(problem("E114", where=f"schedule file {name[1:]}", found=found)) from None
+    if not text.strip():
+        raise MeshwrightError(
+            problem("E306", where=f"schedule file {name[1:]}", found="the text has no action")
+        )
+    return text
 
 
 def _text(item: dict[str, Any], capacity_bytes: float) -> str:

@@ -45,6 +45,18 @@ def explain(
             problem("E862", where="meshwright explain", found="there is nothing to explain", needs=needs)
         )
     if re.fullmatch(r"[EWew][0-9]{3}", target):
+        options = {
+            "--rank": rank,
+            "--layout": layout,
+            "--seq-len": seq_len,
+            "--global-batch": global_batch,
+            "--freeze": freeze,
+        }
+        given = [name for name, value in options.items() if value not in (None, [])]
+        if given:
+            found = f"{', '.join(given)} with the code {target.upper()}"
+            do = f"meshwright explain {target.upper()}"
+            raise MeshwrightError(problem("E864", where="meshwright explain", found=found, do=do))
         from meshwright.program.explain import explain_error
 
         page = explain_error(target)

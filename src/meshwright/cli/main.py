@@ -91,13 +91,13 @@ def run(args: Sequence[str]) -> int:
         command = typer.main.get_command(app)
         result: Any = command.main(list(args), prog_name="meshwright", standalone_mode=False)
         if result == INTERRUPTED:
-            return _interrupted()
+            return _interrupted(as_json)
         return result if isinstance(result, int) else 0
     except MeshwrightError as error:
         show_problems(error.problems, as_json)
         return int(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        return _interrupted()
+        return _interrupted(as_json)
     except usage_error() as error:
         show_problems(usage_problems(error, args), as_json)
         return int(ExitCode.BAD_INPUT)
@@ -113,7 +113,9 @@ def run(args: Sequence[str]) -> int:
         return int(ExitCode.FAULT)
 
 
-def _interrupted() -> int:
+def _interrupted(as_json: bool) -> int:
+    if as_json:
+        show_problems([problem("E515", where="meshwright", found="Ctrl-C (SIGINT)")], as_json)
     show_line("meshwright: interrupted")
     return INTERRUPTED
 

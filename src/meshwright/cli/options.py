@@ -6,6 +6,8 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from meshwright.layout.batch import MOST_SEQUENCES, MOST_TOKENS
+
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 Model: TypeAlias = Annotated[
     str,
@@ -28,25 +30,33 @@ Gpus: TypeAlias = Annotated[
     int | None, typer.Option("--gpus", min=1, metavar="N", help="Number of GPUs; without it, one node.")
 ]
 SeqLen: TypeAlias = Annotated[
-    int, typer.Option("--seq-len", min=1, metavar="S", help="Tokens per sequence.", show_default=False)
+    int,
+    typer.Option(
+        "--seq-len", min=1, max=MOST_TOKENS, metavar="S", help="Tokens per sequence.", show_default=False
+    ),
 ]
 GlobalBatch: TypeAlias = Annotated[
     int,
     typer.Option(
         "--global-batch",
         min=1,
+        max=MOST_SEQUENCES,
         metavar="B",
         help="Sequences per optimizer step over the whole job.",
         show_default=False,
     ),
 ]
 MaybeSeqLen: TypeAlias = Annotated[
-    int | None, typer.Option("--seq-len", min=1, metavar="S", help="Tokens per sequence.")
+    int | None, typer.Option("--seq-len", min=1, max=MOST_TOKENS, metavar="S", help="Tokens per sequence.")
 ]
 MaybeGlobalBatch: TypeAlias = Annotated[
     int | None,
     typer.Option(
-        "--global-batch", min=1, metavar="B", help="Sequences per optimizer step over the whole job."
+        "--global-batch",
+        min=1,
+        max=MOST_SEQUENCES,
+        metavar="B",
+        help="Sequences per optimizer step over the whole job.",
     ),
 ]
 MaybeLayout: TypeAlias = Annotated[

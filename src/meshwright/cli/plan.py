@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.base.errors import ExitCode
+from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.base.units import format_seconds
 from meshwright.cli.not_built import refuse_not_built
 from meshwright.cli.options import Cluster, GlobalBatch, Gpus, Json, Model, SeqLen
@@ -75,6 +75,9 @@ def plan(
         refuse_not_built(
             "meshwright plan --adapter", "plan the full model, or freeze parameters in the run file"
         )
+    _same_precision(fix, precision)
+    if out is not None:
+        check_writable(out)
     from meshwright.cluster.load import read_cluster
     from meshwright.cost.estimate import item
     from meshwright.model.read_hf import read_model
@@ -97,7 +100,6 @@ def plan(
     if found and out is not None:
         from meshwright.program.plan_file import save_plan
 
-        check_writable(out)
         save_plan(result.plans[0], out)
     if as_json:
         show_json(
@@ -134,6 +136,22 @@ def plan(
             print(f"the best plan is in {out}; next: meshwright train RUN.yaml --plan {out}")
     if not found:
         raise typer.Exit(int(ExitCode.NO))
+
+
+def _same_precision(fix: str, precision: Precision | None) -> None:
+    """Refuse --fix precision=... beside another --precision."""
+    from meshwright.layout.parse import written_keys
+
+    fixed = written_keys(fix).get("precision")
+    if precision is not None and fixed is not None and fixed != precision.value:
+        raise MeshwrightError(
+            problem(
+                "E864",
+                where="meshwright plan",
+                found=f"--fix precision={fixed} and --precision {precision.value}",
+                do="give the precision once",
+            )
+        )
 
 
 def nearest_miss(item: dict[str, Any]) -> dict[str, Any]:

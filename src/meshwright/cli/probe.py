@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.options import Json, Nproc
-from meshwright.cli.output import finite, show_json, show_line, table, write_new_text
+from meshwright.cli.output import check_writable, finite, show_json, show_line, table, write_new_text
 
 
 def probe(
@@ -28,6 +28,8 @@ def probe(
     from meshwright.probe.run import run_probe
     from meshwright.probe.topology import effective_cores
 
+    if out is not None:
+        check_writable(out)
     facts = torchrun_facts()
     ranks = nproc or (facts.world_size if facts else max(1, min(4, int(effective_cores()))))
     result = run_probe(ranks, quick, show_line)

@@ -9,7 +9,7 @@ import typer
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.cli.options import Freeze, Json, MaybeGlobalBatch, MaybeLayout, MaybeSeqLen, Sets
-from meshwright.cli.output import show_json, show_line, show_warnings, table
+from meshwright.cli.output import check_writable, show_json, show_line, show_warnings, table
 
 
 class Precision(StrEnum):
@@ -64,6 +64,8 @@ def prove(
 
     Example: meshwright prove --model recipes/models/tiny-llama --layout "dp=2,zero=3,pp=2" --precision fp64
     """
+    if out is not None:
+        check_writable(out)
     run, text = _resolved(run_file, model, layout, tuple(sets or ()))
     from meshwright.orchestrate.proving import prove_command
 

@@ -10,7 +10,7 @@ import typer
 from meshwright.base.errors import MeshwrightError
 from meshwright.base.units import format_bytes, format_seconds
 from meshwright.cli.options import Json, MaybeGlobalBatch, MaybeLayout, MaybeSeqLen
-from meshwright.cli.output import finite, show_json, table, write_new_text
+from meshwright.cli.output import check_writable, finite, show_json, table, write_new_text
 from meshwright.cli.target import plan_of
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def simulate(
     from meshwright.schedule.draw import draw_text
     from meshwright.schedule.text import parse_schedule
 
+    if trace is not None:
+        check_writable(trace, "--trace")
     plan = plan_of(target, layout, seq_len, global_batch)
     schedule = parse_schedule(plan.schedule_text, plan.layout.schedule)
     clock, priced = _clock(plan, schedule, cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,10 @@ def plan_of(
     """
     if layout is None:
         return _from_file(target, seq_len, global_batch, freeze)
+    if _is_plan_file(Path(target)):
+        found = "--layout with a plan file, which has its layout in it"
+        do = "leave --layout out, or give the model instead of the plan"
+        raise MeshwrightError(problem("E864", where=target, found=found, do=do))
     from meshwright.layout.parse import parse_layout
     from meshwright.model.read_hf import read_model
     from meshwright.program.make import make_plan
@@ -39,6 +44,16 @@ def plan_of(
     length = seq_len or min(DEFAULT_SEQ_LEN, spec.max_position_embeddings)
     batch = global_batch or 2 * parsed.dp * parsed.pp * parsed.micro_batch
     return make_plan(spec, parsed, batch, length, target, frozen=freeze)
+
+
+def _is_plan_file(path: Path) -> bool:
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(held, dict) and {"model_config", "schedule_text"} <= held.keys()
 
 
 def _from_file(target: str, seq_len: int | None, global_batch: int | None, freeze: tuple[str, ...]) -> Plan:

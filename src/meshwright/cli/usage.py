@@ -59,7 +59,12 @@ def _usage_problem(error: Any) -> Problem:
     if kind == "BadParameter":
         param = getattr(error, "param", None)
         name = _name(param) if param is not None else ""
-        return problem("E863", where=f"{where} {name}".strip(), found=_sentence(error.message), do=seek)
+        return problem(
+            "E863",
+            where=f"{where} {name}".strip(),
+            found=_sentence(error.message).removeprefix("Value error, "),
+            do=seek,
+        )
     extra = re.match(r"Got unexpected extra argument(?:s|\(s\))? \((.+)\)", message)
     if extra:
         return problem("E863", where=where, found=f"unexpected: {extra.group(1)}", do=seek)

@@ -12,16 +12,22 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from meshwright.layout.batch import MOST_SEQUENCES, MOST_TOKENS
+
+MOST_STEPS = 2**31
+MOST_SEED = 2**63 - 1
+"""What the random number generators take."""
+
 Share: TypeAlias = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive: TypeAlias = Annotated[float, Field(gt=0.0)]
 NotNegative: TypeAlias = Annotated[float, Field(ge=0.0)]
-Count: TypeAlias = Annotated[int, Field(ge=1)]
-CountOrOff: TypeAlias = Annotated[int, Field(ge=0)]
+Count: TypeAlias = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+CountOrOff: TypeAlias = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Seed: TypeAlias = Annotated[int, Field(ge=0, le=MOST_SEED)]
 Name: TypeAlias = Annotated[str, Field(min_length=1)]
 
 
 NOT_HONOURED: Mapping[str, tuple[Any, str]] = {
-    "run.max_minutes": (None, "stop the run yourself (Ctrl-C); its last checkpoint stays"),
     "run.elastic": (False, "start the run again with --resume after a failure; the layout may change"),
     "run.deterministic": (False, "remove it: order, weights and data are repeatable from run.seed already"),
     "profile.steps": (0, "remove it: times by phase are in metrics.jsonl of every run"),
@@ -57,7 +63,7 @@ class DataSection(Section):
         default=None,
         description="a tokenizer.json or a folder with one; null = a byte-level BPE trained on the corpus and cached",
     )
-    seq_len: Annotated[int, Field(ge=2)] = Field(description="tokens per sequence")
+    seq_len: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = Field(description="tokens per sequence")
     text_field: Name = Field(
         default="text", description="the field that holds the text in JSONL and datasets"
     )
@@ -69,7 +75,7 @@ class DataSection(Section):
 class BatchSection(Section):
     """How much goes into one optimizer step."""
 
-    sequences: Count = Field(
+    sequences: Annotated[int, Field(ge=1, le=MOST_SEQUENCES)] = Field(
         description="sequences per optimizer step over the whole job; accumulation follows from the layout"
     )
     accumulation: Count | None = Field(
@@ -116,7 +122,7 @@ class RunSection(Section):
         default=None, description="run folder, from the current folder; null = runs/NAME-OF-THE-RUN-FILE"
     )
     steps: Count = Field(description="optimizer steps; also the horizon of the learning-rate schedule")
-    seed: CountOrOff = Field(default=0, description="seed of weights, data order and dropout")
+    seed: Seed = Field(default=0, description="seed of weights, data order and dropout")
     checkpoint_every: CountOrOff = Field(
         default=0, description="steps between checkpoints; 0 = only at the end"
     )

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from meshwright.base.errors import Problem, problem, refuse
 from meshwright.layout.layout import Layout
+
+MOST_SEQUENCES: Final = 2**20
+MOST_TOKENS: Final = 2**27
+"""Largest global batch in sequences and longest sequence: far above any run, and small enough to count with."""
+
+MOST_ACTIONS: Final = 2**17
+"""Most micro-batches x stages of one step: a schedule is written out action by action."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +40,8 @@ def derive_batch(layout: Layout, global_batch: int, seq_len: int) -> Batch:
 
     Raises:
         MeshwrightError: E220 when dp * micro_batch does not divide the batch (with the nearest batches), E221
-            when the batch is smaller than that product, E222 for a number below 1.
+            when the batch is smaller than that product, E222 for a number below 1 or beyond counting, E224 for
+            a step of too many micro-batches.
     """
     refuse(check_batch(layout, global_batch, seq_len))
     return Batch(
@@ -54,18 +63,27 @@ def nearest_batches(layout: Layout, global_batch: int) -> tuple[int, ...]:
 
 
 def check_batch(layout: Layout, global_batch: int, seq_len: int) -> list[Problem]:
-    """Return what is wrong with the batch (E220, E221, E222); see ``derive_batch``."""
+    """Return what is wrong with the batch (E220, E221, E222, E224); see ``derive_batch``."""
     problems = [
-        problem("E222", where=where, found=f"{where} = {value}", do=f"{where} = 1 or more")
-        for where, value in (("global batch", global_batch), ("seq_len", seq_len))
-        if value < 1
+        problem(
+            "E222",
+            where=where,
+            found=f"{where} = {value}",
+            needs=f"1 <= {where} <= {most}",
+            do=f"{where} = {1 if value < 1 else most}, or the number that is meant",
+        )
+        for where, value, most in (
+            ("global batch", global_batch, MOST_SEQUENCES),
+            ("seq_len", seq_len, MOST_TOKENS),
+        )
+        if not 1 <= value <= most
     ]
-    if global_batch < 1:
+    if not 1 <= global_batch <= MOST_SEQUENCES:
         return problems
     dp, micro = layout.dp, layout.micro_batch
     unit = dp * micro
     if global_batch % unit == 0:
-        return problems
+        return problems + _too_many_actions(layout, global_batch // unit)
     near = nearest_batches(layout, global_batch)
     choices = [f"global batch = {' | '.join(str(n) for n in near)}"]
     if global_batch % dp == 0:
@@ -86,3 +104,19 @@ def check_batch(layout: Layout, global_batch: int, seq_len: int) -> list[Problem
         code, needs = "E220", f"global batch % {unit} == 0"
     problems.append(problem(code, where="batch", found=found, needs=needs, do="; or ".join(choices)))
     return problems
+
+
+def _too_many_actions(layout: Layout, accumulation: int) -> list[Problem]:
+    most = MOST_ACTIONS // layout.num_stages
+    if accumulation <= most:
+        return []
+    unit = layout.dp * layout.micro_batch
+    return [
+        problem(
+            "E224",
+            where="batch",
+            found=f"{accumulation} micro-batches over {layout.num_stages} stages in one step",
+            needs=f"at most {most} micro-batches (micro-batches x stages <= {MOST_ACTIONS})",
+            do=f"global batch = {most * unit} or less, or a larger micro_batch or dp",
+        )
+    ]

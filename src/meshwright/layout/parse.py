@@ -109,7 +109,8 @@ def _value(key: str, raw: str, where: str, problems: list[Problem]) -> Any:
         if raw.isascii() and raw.isdigit() and int(raw[:9]) >= 1 and int(raw) <= MAX_DEGREE:
             return int(raw)
         needs = f"a whole number from 1 to {MAX_DEGREE}"
-        do = f"{key}=1, or the degree that is meant"
+        large = raw.isascii() and raw.isdigit() and int(raw[:9]) > MAX_DEGREE
+        do = f"{key}={MAX_DEGREE if large else 1}, or the degree that is meant"
     elif key in CHOICES:
         if key == "schedule" and raw.startswith("@") and len(raw) > 1:
             return raw

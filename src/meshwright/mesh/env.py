@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem
 
@@ -160,6 +160,27 @@ def check_world_size(planned: int, found: int) -> list[Problem]:
             found=f"{found} {'rank' if found == 1 else 'ranks'} started, the plan needs {planned}",
             needs=f"world size = {planned}",
             do=f"start {planned} ranks (--nproc {planned}), or plan again for {found}",
+        )
+    ]
+
+
+MOST_RANKS_PER_CORE: Final = 16
+MOST_RANKS_ANYWHERE: Final = 64
+"""Ranks on CPUs share cores; beyond the larger of the two limits a slip would only fill the memory."""
+
+
+def check_local_ranks(num_ranks: int, num_cores: int) -> list[Problem]:
+    """Return E509 when more ranks on CPUs are asked for than a machine of ``num_cores`` can carry."""
+    most = max(MOST_RANKS_ANYWHERE, MOST_RANKS_PER_CORE * num_cores)
+    if num_ranks <= most:
+        return []
+    return [
+        problem(
+            "E509",
+            where="world size",
+            found=f"{num_ranks} ranks on a machine with {num_cores} cores",
+            needs=f"at most {most} ranks on this machine",
+            do=f"a layout of at most {most} ranks here, or torchrun over more machines",
         )
     ]
 

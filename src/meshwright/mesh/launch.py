@@ -111,7 +111,7 @@ def run_local(
 
     Raises:
         MeshwrightError: a rank's own error with its exit code; E510 for any other exception of a rank; E511-E514
-            for ranks that were killed, ran out of memory, hung or left; E515 after SIGTERM; E501-E508 when the world
+            for ranks that were killed, ran out of memory, hung or left; E515 after SIGTERM; E501-E509 when the world
             does not fit.
     """
     facts = env.torchrun_facts()
@@ -122,6 +122,8 @@ def run_local(
         raise MeshwrightError(
             problem("E501", where="nproc", found=f"{nproc} ranks", needs="at least one rank")
         )
+    if device == "cpu":
+        refuse(env.check_local_ranks(nproc, os.cpu_count() or 1), ExitCode.ENVIRONMENT)
     import torch
     import torch.distributed as dist
 

@@ -41,7 +41,7 @@ def read_model(target: str) -> ModelSpec:
     if entry is not None:
         return spec_from_config(entry.config, entry.name, source=f"catalogue: {entry.source}")
     names = [e.name for e in catalogue.entries()]
-    like = nearest(target.rsplit("/", 1)[-1], names, 4)
+    like = nearest(target, names, 4)
     raise MeshwrightError(
         problem(
             "E120",
@@ -65,6 +65,15 @@ def _folder_hint(path: Path) -> str:
     return f"did you mean {' | '.join(str(path.parent / f) for f in folders)}" if folders else ""
 
 
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        raise ValueError(f"written twice: {', '.join(twice)}")
+    return out
+
+
 def read_config(path: Path) -> Mapping[str, Any]:
     """Return the JSON object in the file.
 
@@ -73,12 +82,12 @@ def read_config(path: Path) -> Mapping[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
         found = f"line {error.lineno}, column {error.colno}: {error.msg}"
         raise MeshwrightError(problem("E121", where=str(path), found=found)) from None
     except (ValueError, RecursionError, OSError) as error:
-        found = f"{type(error).__name__}: {error}"
+        found = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise MeshwrightError(problem("E121", where=str(path), found=found)) from None
     if not isinstance(value, dict):
         found = f"line 1, column 1: the top level is a {type(value).__name__}, not an object"

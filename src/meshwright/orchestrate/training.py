@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -20,25 +22,27 @@ from meshwright.checkpoint.load import latest_checkpoint
 from meshwright.cluster.load import cluster_from_probe, read_cluster
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.predict import predict
-from meshwright.layout.batch import derive_batch
+from meshwright.layout.batch import Batch, derive_batch
 from meshwright.layout.check import check
+from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
 from meshwright.layout.precision import precision_table
 from meshwright.mesh import contract
-from meshwright.mesh.env import cache_folder, check_world_size, torchrun_facts
+from meshwright.mesh.env import cache_folder, check_local_ranks, check_world_size, torchrun_facts
 from meshwright.mesh.launch import run_local
 from meshwright.model.counts import flops_per_token
 from meshwright.model.read_hf import read_model
 from meshwright.model.spec import ModelSpec
 from meshwright.orchestrate.machine import machine_probe
 from meshwright.orchestrate.proving import write_json
-from meshwright.parallel.build import frozen_names
-from meshwright.program.make import make_plan
+from meshwright.parallel.build import build_model
+from meshwright.program.make import check_frozen, make_plan
 from meshwright.program.plan import Plan
 from meshwright.program.plan_file import load_plan, plan_to_dict, save_plan
 from meshwright.schedule.text import parse_schedule
 from meshwright.search.search import SearchResult, search
 from meshwright.train.data import check_samples, prepare_tokens
+from meshwright.train.data.corpus import open_corpus
 from meshwright.train.loop import RankSummary, TrainTask, train_rank
 from meshwright.train.weights import load_pretrained
 
@@ -66,14 +70,12 @@ def prepare(
         MeshwrightError: everything that is illegal, not built or does not match, at once.
     """
     refuse(contract.missing(), ExitCode.ENVIRONMENT)
-    spec = read_model(run.model.config)
-    frozen_names(spec, tuple(run.freeze))
+    text = layout if layout is not None else run.layout_text
+    spec = _readable(run, plan_path, text)
     facts = torchrun_facts()
     ranks = facts.world_size if facts is not None else nproc
-    text = layout if layout is not None else run.layout_text
     if plan_path is not None:
         plan = load_plan(plan_path)
-        refuse(_differences(plan, spec, run))
         wanted = plan.layout
     elif text == "auto":
         wanted = None
@@ -86,6 +88,8 @@ def prepare(
         refuse(check_world_size(wanted.world_size, ranks))
     elif ranks is None:
         ranks = max(1, os.cpu_count() or 1)
+    if facts is None and not torch.cuda.is_available():
+        refuse(check_local_ranks(ranks, os.cpu_count() or 1), ExitCode.ENVIRONMENT)
     cluster, probe = _cluster(run, ranks, show)
     warnings: tuple[Problem, ...] = ()
     if wanted is None:
@@ -129,12 +133,77 @@ def prepare(
         )
     assert plan is not None
     if plan.prediction is None and cluster is not None:
-        schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
-        plan = replace(
-            plan, prediction=predict(spec, plan.layout, plan.batch, schedule, cluster, frozen=plan.frozen)
-        )
+        plan, unpriced = _priced(plan, spec, cluster)
+        warnings += unpriced
     refuse(check_world_size(plan.world_size, ranks))
     return Prepared(run=run, spec=spec, plan=plan, cluster=cluster, probe=probe, warnings=warnings)
+
+
+def _readable(run: Any, plan_path: str | None, text: str) -> ModelSpec:
+    """Return the model, after everything that can be refused without measuring or starting ranks was looked at.
+
+    Raises:
+        MeshwrightError: what is wrong with model, freeze patterns, layout or plan, cluster, data and run folder,
+            all at once.
+    """
+    problems: list[Problem] = []
+
+    def held(read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except MeshwrightError as error:
+            problems.extend(error.problems)
+            return None
+
+    spec: ModelSpec | None = held(lambda: read_model(run.model.config))
+    layout: Layout | None = None
+    batch: Batch | None = None
+    if plan_path is not None:
+        plan: Plan | None = held(lambda: load_plan(plan_path))
+        if plan is not None:
+            layout, batch = plan.layout, plan.batch
+            if spec is not None:
+                problems += _differences(plan, spec, run)
+                spec_differs = dict(spec.config) != plan.model_config
+                layout = None if spec_differs else layout  # rules of another model say nothing more
+    elif text != "auto":
+        layout = held(lambda: parse_layout(text))
+        if layout is not None:
+            batch = held(lambda: derive_batch(layout, run.batch.sequences, run.data.seq_len))
+    if spec is not None:
+        problems += check_frozen(spec, tuple(run.freeze))
+        if layout is not None:
+            problems += check(spec, layout, batch, None, for_run=True)
+    if run.cluster is not None:
+        held(lambda: read_cluster(run.cluster, None))
+    held(lambda: open_corpus(run.data.path, run.data.text_field))
+    problems += _unwritable(Path(run.run.dir))
+    refuse(problems)
+    assert spec is not None
+    return spec
+
+
+def _unwritable(folder: Path) -> list[Problem]:
+    """Return E813 when the run folder, or the nearest folder above it that exists, cannot take files."""
+    try:
+        there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+        if not there.is_dir():
+            return [problem("E813", where=f"run.dir={folder}", found=f"{there} is a file, not a folder")]
+        if not os.access(there, os.W_OK | os.X_OK):
+            return [problem("E813", where=f"run.dir={folder}", found=f"no permission to write in {there}")]
+    except (OSError, ValueError) as error:
+        return [problem("E813", where=f"run.dir={folder}", found=str(error))]
+    return []
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        found = f"the folder cannot be made: {error.strerror or error}"
+        raise MeshwrightError(
+            problem("E813", where=f"run.dir={folder}", found=found), ExitCode.ENVIRONMENT
+        ) from error
 
 
 def nothing_fits(found: SearchResult, cluster: ClusterSpec) -> Problem:
@@ -152,6 +221,21 @@ def nothing_fits(found: SearchResult, cluster: ClusterSpec) -> Problem:
 def _fixed() -> str:
     """Return what the planner must keep on this machine: a CPU trains in float32."""
     return "" if torch.cuda.is_available() else "precision=fp32"
+
+
+def _priced(plan: Plan, spec: ModelSpec, cluster: ClusterSpec) -> tuple[Plan, tuple[Problem, ...]]:
+    """Return the plan with its prediction; without one, and W542, where the cluster lacks a figure for it."""
+    schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
+    try:
+        prediction = predict(spec, plan.layout, plan.batch, schedule, cluster, frozen=plan.frozen)
+    except MeshwrightError as error:
+        if any(p.code != "E405" for p in error.problems):
+            raise
+        return plan, tuple(
+            problem("W542", where=p.where, found=f"{p.found}, so nothing is predicted", do=p.do)
+            for p in error.problems
+        )
+    return replace(plan, prediction=prediction), ()
 
 
 def _cluster(run: Any, ranks: int, show: Show) -> tuple[ClusterSpec | None, dict[str, Any] | None]:
@@ -232,7 +316,32 @@ def train_command(
     Raises:
         MeshwrightError: every Problem of the input, or the first error of a rank.
     """
-    show = show or (lambda line: print(line, flush=True))
+    with ExitStack() as held:
+        return _train(
+            run,
+            plan_path=plan_path,
+            layout=layout,
+            nproc=nproc,
+            stop_at_step=stop_at_step,
+            resume=resume,
+            dry_run=dry_run,
+            show=show or (lambda line: print(line, flush=True)),
+            held=held,
+        )
+
+
+def _train(
+    run: Any,
+    *,
+    plan_path: str | None,
+    layout: str | None,
+    nproc: int | None,
+    stop_at_step: int | None,
+    resume: bool,
+    dry_run: bool,
+    show: Show,
+    held: ExitStack,
+) -> dict[str, Any]:
     ready = prepare(run, plan_path=plan_path, layout=layout, nproc=nproc, show=show)
     plan, spec = ready.plan, ready.spec
     folder = Path(run.run.dir)
@@ -240,6 +349,7 @@ def train_command(
     writes = facts is None or facts.rank == 0
     if writes:
         refuse(_folder_problems(folder, plan, resume))
+    stop_at = min(stop_at_step or run.run.steps, run.run.steps)
     resume_from: Path | None = None
     if resume:
         resume_from, skipped = latest_checkpoint(folder / "checkpoints")
@@ -247,10 +357,12 @@ def train_command(
             show(f"checkpoint passed over: {reason}")
         if resume_from is None:
             raise MeshwrightError(problem("E542", where=str(folder), found="it has no complete checkpoint"))
-    for note in ready.warnings:
+        refuse(_nothing_left(resume_from, stop_at))
+    for note in (*ready.warnings, *_beyond_horizon(stop_at_step, run.run.steps)):
         show(note.text())
     for line in _announce(plan, spec):
         show(line)
+    build_model(plan.model_config, seed=0, device="meta")  # refused here, before anything is written
     cache = cache_folder()
     weights = load_pretrained(run.model.weights, spec, cache, show) if run.model.weights else None
     tokenizer = run.data.tokenizer
@@ -282,8 +394,10 @@ def train_command(
         "measurement": None,
         "errors_pct": None,
     }
+    before = _records(folder) if resume else {}
     if writes:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(folder)
+        held.enter_context(_locked(folder))
         write_json(folder / "run.json", record)
         save_plan(plan, str(folder / "plan.json"))
         if ready.probe is not None:
@@ -294,7 +408,7 @@ def train_command(
         spec=spec,
         data=data,
         run_dir=folder,
-        stop_at=min(stop_at_step or run.run.steps, run.run.steps),
+        stop_at=stop_at,
         resume_from=resume_from,
         weights=weights,
         manifest={
@@ -303,9 +417,23 @@ def train_command(
             "tokenizer": str(data.tokenizer_file),
         },
     )
-    summaries: list[RankSummary] = run_local(
-        train_rank, plan.world_size, task, on_line=show, log_dir=folder / "logs", preload=("transformers",)
-    )
+    try:
+        summaries: list[RankSummary] = run_local(
+            train_rank,
+            plan.world_size,
+            task,
+            on_line=show,
+            log_dir=folder / "logs",
+            preload=("transformers",),
+        )
+    except MeshwrightError as error:
+        if writes and error.exit_code == ExitCode.BAD_INPUT:
+            for (
+                file,
+                content,
+            ) in before.items():  # refused before its first step: the folder stays what it was
+                file.write_bytes(content)
+        raise
     measurement = measure(plan, spec, summaries)
     prediction = plan.prediction
     first = summaries[0]
@@ -329,6 +457,67 @@ def train_command(
         "measurement": record["measurement"],
         "errors_pct": record["errors_pct"],
     }
+
+
+def _locked(folder: Path) -> IO[str]:
+    """Return the folder's lock file, held until it is closed or this process ends.
+
+    Raises:
+        MeshwrightError: E541 when another process trains in the folder at this moment.
+    """
+    lock = (folder / ".lock").open("w", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise MeshwrightError(
+            problem(
+                "E541",
+                where=str(folder),
+                found="another process trains in it at this moment",
+                do="wait for it or stop it, or choose another folder with --set run.dir=...",
+            )
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return lock
+
+
+def _records(folder: Path) -> dict[Path, bytes]:
+    """Return the files about the run that a resumed run writes anew, as they are."""
+    files = [folder / name for name in ("run.json", "plan.json", "probe.json")]
+    return {file: file.read_bytes() for file in files if file.is_file()}
+
+
+def _nothing_left(checkpoint: Path, stop_at: int) -> list[Problem]:
+    """Return E559 when the checkpoint is at, or after, the last step of this session."""
+    step = int(checkpoint.name.split("-")[1])
+    if step < stop_at:
+        return []
+    return [
+        problem(
+            "E559",
+            where="--resume",
+            found=f"{checkpoint.name} is at step {step}, and this session ends after step {stop_at}",
+            needs=f"a last step above {step}",
+            do=f"--set run.steps=N with N above {step}, and --steps likewise where it is given",
+        )
+    ]
+
+
+def _beyond_horizon(steps: int | None, horizon: int) -> list[Problem]:
+    """Return W101 for --steps behind run.steps."""
+    if steps is None or steps <= horizon:
+        return []
+    return [
+        problem(
+            "W101",
+            where="--steps",
+            found=f"--steps {steps} has no effect: the run ends after run.steps = {horizon}",
+            why="run.steps is the horizon of the learning-rate schedule, and no run goes beyond it",
+            do=f"--set run.steps={steps}",
+        )
+    ]
 
 
 def _announce(plan: Plan, spec: ModelSpec) -> list[str]:

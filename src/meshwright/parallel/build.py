@@ -46,13 +46,14 @@ def build_model(
             hf_config._experts_implementation = "eager"  # grouped_mm has no float64
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(hf_config, **options)
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # a wrong field can surface as any exception of transformers or torch
+        said = " ".join(str(error).split())[:300]
         raise MeshwrightError(
             problem(
                 "E811",
                 where="model.config",
                 found=f"transformers could not build model_type {config.get('model_type')!r}: "
-                f"{type(error).__name__}: {error}",
+                f"{type(error).__name__}: {said}",
             )
         ) from error
     if weights is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
+from meshwright.base.errors import MeshwrightError, Problem, nearest, problem, refuse
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.layout.batch import Batch, check_batch, derive_batch
 from meshwright.layout.check import check
@@ -14,6 +15,7 @@ from meshwright.layout.cut import resolve_cut
 from meshwright.layout.layout import Layout
 from meshwright.model.spec import ModelSpec
 from meshwright.program.plan import Plan
+from meshwright.program.units import stage_units
 from meshwright.schedule.actions import ActionKind, Schedule
 from meshwright.schedule.generate import generate
 from meshwright.schedule.text import parse_schedule
@@ -37,13 +39,16 @@ def make_plan(
     through that can be priced but not run so far.
 
     Raises:
-        MeshwrightError: everything of E2xx and E3xx that stands against it, at once.
+        MeshwrightError: everything of E2xx and E3xx that stands against it, at once; E812 and E546 for freeze
+            patterns.
     """
     problems = check_batch(layout, global_batch, seq_len)
     batch = None if problems else derive_batch(layout, global_batch, seq_len)
     problems += check(spec, layout, batch, cluster, for_run=for_run)
+    problems += check_frozen(spec, frozen)
     refuse(problems)
     assert batch is not None
+    refuse(_idle_stages(spec, layout.with_cut(resolve_cut(spec, layout, seq_len)), frozen))
     schedule = plan_schedule(layout, batch)
     return Plan(
         model_name=spec.name,
@@ -56,6 +61,36 @@ def make_plan(
         frozen=tuple(frozen),
         warnings=tuple(warning_text(p) for p in problems),
     )
+
+
+def check_frozen(spec: ModelSpec, frozen: Sequence[str]) -> list[Problem]:
+    """Return E812 for each freeze pattern that matches no parameter, with the names nearest to it."""
+    if not frozen:
+        return []
+    names = [t.name for t in spec.tensors()]
+    problems: list[Problem] = []
+    for pattern in frozen:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = nearest(pattern, names)
+            do = f"did you mean {' | '.join(near)}?" if near else ""
+            problems.append(problem("E812", where="freeze", found=f"{pattern!r} matches no parameter", do=do))
+    return problems
+
+
+def _idle_stages(spec: ModelSpec, layout: Layout, frozen: Sequence[str]) -> list[Problem]:
+    """Return E546 for each stage whose parameters are all frozen."""
+    if not frozen:
+        return []
+    return [
+        problem(
+            "E546",
+            where="freeze",
+            found=f"stage {stage} of {layout.num_stages} has no trainable parameter left with freeze = "
+            + ", ".join(frozen),
+        )
+        for stage in range(layout.num_stages)
+        if not any(any(unit.trainable) for unit in stage_units(spec, layout, stage, tuple(frozen)))
+    ]
 
 
 def warning_text(warning: Problem) -> str:

@@ -10,9 +10,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final, cast
 
-from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
+from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
 from meshwright.base.records import Prediction
-from meshwright.layout.batch import Batch
+from meshwright.layout.batch import Batch, check_batch
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
 from meshwright.program.plan import Plan
@@ -94,6 +94,7 @@ def plan_from_dict(data: Mapping[str, Any], where: str = "plan") -> Plan:
         raise MeshwrightError(
             problem("E451", where=f"{where}.prediction", found=f"it cannot be read: {error}")
         ) from error
+    refuse(_check_sense(plan, where))
     if plan.hash != data["hash"]:
         raise MeshwrightError(
             problem("E453", where=where, found=f"the file says {data['hash']}, its content has {plan.hash}")
@@ -107,12 +108,24 @@ def canonical_json(plan: Plan) -> str:
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write ``plan`` to ``path`` (a temporary file beside it, synced, then renamed)."""
+    """Write ``plan`` to ``path`` (a temporary file beside it, synced, then renamed).
+
+    Raises:
+        MeshwrightError: E867 when the file cannot be written.
+    """
     target = Path(path)
+    try:
+        _write_whole(target, canonical_json(plan))
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise MeshwrightError(problem("E867", where=str(path), found=found), ExitCode.ENVIRONMENT) from error
+
+
+def _write_whole(target: Path, text: str) -> None:
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(canonical_json(plan))
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, target)
@@ -171,6 +184,24 @@ def _check_parts(data: Mapping[str, Any]) -> list[str]:
     if data["prediction"] is not None and not isinstance(data["prediction"], dict):
         wrong.append("'prediction' is not an object")
     return wrong
+
+
+def _check_sense(plan: Plan, where: str) -> list[Problem]:
+    """Return E451 for a batch that is not the layout's, or a cut without a number for each stage."""
+    batch, layout = plan.batch, plan.layout
+    wrong: list[str] = []
+    for name, held, wanted in (
+        ("dp", batch.dp, layout.dp),
+        ("micro_batch", batch.micro_batch, layout.micro_batch),
+        ("global_batch", batch.global_batch, batch.dp * batch.micro_batch * batch.accumulation),
+    ):
+        if held != wanted:
+            wrong.append(f"'batch.{name}' is {held}, but layout and accumulation make {wanted}")
+    wrong += [f"{p.found}" for p in check_batch(layout, batch.global_batch, batch.seq_len)]
+    stages = len(layout.cut_layers) if layout.cut not in ("auto", "even") else 0
+    if stages != layout.num_stages:
+        wrong.append(f"'layout.cut' is {layout.cut}, but there are {layout.num_stages} stages")
+    return [problem("E451", where=where, found="; ".join(wrong))] if wrong else []
 
 
 def _is(value: object, kind: type) -> bool:

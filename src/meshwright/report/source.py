@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from meshwright.base.errors import MeshwrightError, problem
+from meshwright.program.plan_file import plan_from_dict
 
 RUN_FILES = ("run.json", "metrics.jsonl", "events.jsonl", "prove.json", "probe.json")
 
@@ -136,7 +137,8 @@ def read_source(target: str) -> Source:
     """Return what the run folder or plan file ``target`` holds.
 
     Raises:
-        MeshwrightError: E850 it does not exist; E851 it is neither a run folder nor a plan; E852 its files
+        MeshwrightError: E850 it does not exist; E451-E453 it is a plan that was edited;
+            E851 it is neither a run folder nor a plan; E852 its files
             hold nothing that a page could show.
     """
     path = Path(target)
@@ -161,6 +163,7 @@ def _read_plan(path: Path) -> Source:
                 found=f"the file has no layout, so it is not a plan; it holds {shown}",
             )
         )
+    plan_from_dict(plan, str(path))  # an edited plan would be drawn as what it is not
     return Source(
         path=path,
         is_run=False,

@@ -22,7 +22,14 @@ def parse_schedule(text: str, name: str = "custom") -> Schedule:
     refuse(problems)
     actions = [action for row in rows for action in row]
     if not actions:
-        raise MeshwrightError(problem("E306", where="schedule", found="the text has no action"))
+        raise MeshwrightError(
+            problem(
+                "E306",
+                where="schedule",
+                found="the text has no action",
+                do="write actions such as 0F0, 0B0, one line per rank",
+            )
+        )
     homes: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:

@@ -54,6 +54,7 @@ CODES: Final[tuple[CodeInfo, ...]] = (
             "name, device, gpus_per_node, intra; and, if wanted, num_nodes, inter, source, "
             "price_per_device_hour, notes"
         ),
+        do="compare the file with the example in `meshwright explain E404`, or write one with `meshwright probe --out`",
         page=(
             "By hand:\n"
             '{"name": "mine", "gpus_per_node": 8, "num_nodes": 2, "source": "datasheet",\n'

@@ -215,7 +215,7 @@ the whole world, not over one node. The refusal names the nearest batches that d
     ),
     CodeInfo(
         code="E222",
-        title="Batch and sequence length are positive whole numbers",
+        title="Batch or sequence length is out of range",
         kind="input",
         why="a step without a token has nothing to learn from",
         needs="a whole number from 1 upwards",
@@ -232,6 +232,17 @@ sequence.""",
         do="leave chunks out",
         page="""chunks is the number of stages on one pipeline rank, so a model is cut in pp * chunks stages. Several
 short stages per rank make the bubble smaller and send more often.""",
+    ),
+    CodeInfo(
+        code="E224",
+        title="One step has too many micro-batches",
+        kind="input",
+        needs="micro-batches x stages within what a schedule can hold",
+        why="a step's schedule is written out action by action, so its length is bounded",
+        do="a smaller global batch, or a larger micro_batch or dp",
+        page="A step runs every micro-batch through every stage, and its schedule is a list of these actions. A\n"
+        "number of micro-batches far above any real run is more often a slip of the keyboard than a wish, and\n"
+        "would take minutes and gigabytes only to write down.",
     ),
     CodeInfo(
         code="E250",

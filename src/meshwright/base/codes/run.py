@@ -155,14 +155,6 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         do='plan(..., layout="dp=2,zero=3") or plan(..., cluster="a100-80gb-x8")',
     ),
     CodeInfo(
-        code="E554",
-        title="There is no such rank",
-        kind="input",
-        needs="0 <= rank < world size",
-        why="ranks are numbered from 0",
-        do="name a rank of the layout",
-    ),
-    CodeInfo(
         code="E555",
         title="No layout fits",
         kind="cost",
@@ -195,9 +187,24 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         do="build and cast the module alike on every rank",
     ),
     CodeInfo(
+        code="E559",
+        title="The run is at its last step already",
+        kind="input",
+        needs="a checkpoint before the last step of this session",
+        why="there is no step left to train, and the record of the finished run would be overwritten",
+        do="raise run.steps (and --steps where it is given), or leave the run as it is",
+    ),
+    CodeInfo(
         code="W540",
         title="A step was skipped",
         kind="world",
         why="its gradients were not finite; all ranks agreed to leave the weights as they were",
+    ),
+    CodeInfo(
+        code="W542",
+        title="The run starts without a prediction",
+        kind="cost",
+        why="a figure of this device is not known, and a made-up one would be worse than none",
+        do="run it all the same: measurement and results do not need a prediction",
     ),
 )

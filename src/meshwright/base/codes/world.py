@@ -97,6 +97,16 @@ One of them did not come within the time-out. Nothing has been computed yet.
 Look at the log file of the rank that is missing.""",
     ),
     CodeInfo(
+        code="E509",
+        title="More ranks than this machine can carry",
+        kind="world",
+        needs="a number of local ranks that the cores and the memory of the machine can hold",
+        why="each rank is a process with its own torch: thousands of them exhaust the memory before the first step",
+        do="use fewer ranks here, or start the job with torchrun over more machines",
+        page="Ranks on CPUs may share cores, which is slow and right for tests and proofs. The limit is 64 ranks, or\n"
+        "16 for each core where that is more.",
+    ),
+    CodeInfo(
         code="E510",
         title="A rank raised an error",
         kind="fault",
