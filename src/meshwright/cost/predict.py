@@ -21,7 +21,7 @@ from meshwright.layout.ranks import coordinates
 from meshwright.model.counts import flops_per_token
 from meshwright.model.spec import ModelSpec
 from meshwright.schedule.actions import Schedule
-from meshwright.schedule.clock import run_clock
+from meshwright.schedule.clock import Clock, run_clock
 
 BAND_QUANTILE: Final = 1.2816
 """Standard deviations on each side of an 80 % band."""
@@ -129,6 +129,7 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
         f"memory: {memory.source} ({memory.kind})",
         f"link inside a node: {pricer.cluster.intra.rate.source} ({pricer.cluster.intra.rate.kind})",
         *_between(pricer.cluster),
+        *_bubble_note(clock, length, depth),
         f"band: 80 %, assumed spread of {100 * spread:.0f} % until calibrated; "
         f"peak: assumed spread of {100 * PEAK_SPREAD:.0f} %",
     )
@@ -138,7 +139,7 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
         model_tflops_per_gpu=rate / 1e12,
         mfu_pct=mfu,
         flops_convention="causal",
-        bubble_share_of_total=time.bubble / step_s,
+        bubble_share_of_total=clock.bubble_share_of_total if depth > 1 else 0.0,
         memory=stages[peak],
         time=time,
         ranks=rank_records(layout, stages),
@@ -147,6 +148,16 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
         oom_probability=oom_probability(stages[peak].total, memory.value),
         hidden_s={"data": float(cols.hidden[at])},
         sources=sources,
+    )
+
+
+def _bubble_note(clock: Clock, length: float, depth: int) -> tuple[str, ...]:
+    """Return a sentence where waiting ranks leave their cores to others: the bubble is then hardly exposed."""
+    if depth == 1 or length >= clock.makespan_s:
+        return ()
+    return (
+        f"bubble: ranks wait {100 * clock.bubble_share_of_total:.0f} % of the schedule, but there are fewer cores "
+        "than ranks and a waiting rank leaves its core to another; time_s.bubble is what remains exposed",
     )
 
 

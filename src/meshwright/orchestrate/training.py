@@ -218,18 +218,31 @@ def nothing_fits(found: SearchResult, cluster: ClusterSpec) -> Problem:
     )
 
 
+def _nothing(_: str) -> None:
+    """Show nothing."""
+
+
+def device_type() -> str:
+    """Return where ranks run: "cuda" where torch sees a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _fixed() -> str:
     """Return what the planner must keep on this machine: a CPU trains in float32."""
     return "" if torch.cuda.is_available() else "precision=fp32"
 
 
+_NO_PRICE = frozenset({"E402", "E405", "E406", "E407"})
+"""What a prediction may lack, and a run on these very ranks does not need: a node size, a rate, a network."""
+
+
 def _priced(plan: Plan, spec: ModelSpec, cluster: ClusterSpec) -> tuple[Plan, tuple[Problem, ...]]:
-    """Return the plan with its prediction; without one, and W542, where the cluster lacks a figure for it."""
+    """Return the plan with its prediction; without one, and W542, where the cluster cannot give one."""
     schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
     try:
         prediction = predict(spec, plan.layout, plan.batch, schedule, cluster, frozen=plan.frozen)
     except MeshwrightError as error:
-        if any(p.code != "E405" for p in error.problems):
+        if any(p.code not in _NO_PRICE for p in error.problems):
             raise
         return plan, tuple(
             problem("W542", where=p.where, found=f"{p.found}, so nothing is predicted", do=p.do)
@@ -342,10 +355,12 @@ def _train(
     show: Show,
     held: ExitStack,
 ) -> dict[str, Any]:
+    facts = torchrun_facts()
+    if facts is not None and facts.rank != 0:
+        show = _nothing  # every rank of torchrun is here; one of them tells
     ready = prepare(run, plan_path=plan_path, layout=layout, nproc=nproc, show=show)
     plan, spec = ready.plan, ready.spec
     folder = Path(run.run.dir)
-    facts = torchrun_facts()
     writes = facts is None or facts.rank == 0
     if writes:
         refuse(_folder_problems(folder, plan, resume))
@@ -418,10 +433,11 @@ def _train(
         },
     )
     try:
-        summaries: list[RankSummary] = run_local(
+        results: list[list[RankSummary]] = run_local(
             train_rank,
             plan.world_size,
             task,
+            device=device_type(),
             on_line=show,
             log_dir=folder / "logs",
             preload=("transformers",),
@@ -434,6 +450,7 @@ def _train(
             ) in before.items():  # refused before its first step: the folder stays what it was
                 file.write_bytes(content)
         raise
+    summaries = results[0]
     measurement = measure(plan, spec, summaries)
     prediction = plan.prediction
     first = summaries[0]

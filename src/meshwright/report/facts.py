@@ -17,7 +17,7 @@ from meshwright.report.ranks import layout_text
 from meshwright.report.source import Source, listed, median, number, table
 from meshwright.report.svg import plain
 from meshwright.report.timing import median_step_s, settled
-from meshwright.report.training import curve
+from meshwright.report.training import curve, held_out_curve
 
 MAX_EVENTS = 200
 
@@ -94,7 +94,7 @@ def cards(source: Source) -> tuple[Card, ...]:
     shown: list[Card] = []
     loss = [y for _, y in curve(source.metrics, "loss") if y == y]
     if loss:
-        held_out = [y for _, y in curve(source.metrics, "eval_loss") if y == y]
+        held_out = [y for _, y in held_out_curve(source) if y == y]
         detail = f"training loss, first to last of {len(loss)} steps"
         if held_out:
             detail += f"; held-out {held_out[0]:.3f} to {held_out[-1]:.3f}"

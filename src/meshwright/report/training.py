@@ -45,6 +45,12 @@ def curve(metrics: tuple[Mapping[str, Any], ...], key: str) -> tuple[tuple[float
     return tuple(points)
 
 
+def held_out_curve(source: Source) -> tuple[tuple[float, float], ...]:
+    """Return (step, held-out loss), with the evaluation before the first step, which only the events have."""
+    before = [row for row in source.events if row.get("event") == "eval" and row.get("step") == 0]
+    return curve(tuple(before), "eval_loss") + curve(source.metrics, "eval_loss")
+
+
 def training_blocks(source: Source) -> tuple[Block, ...]:
     """Return the curves of the run, and what was wrong with the lines they come from."""
     if not source.is_run:
@@ -72,7 +78,7 @@ def training_blocks(source: Source) -> tuple[Block, ...]:
         if not blocks:
             blocks.append(Note(text="metrics.jsonl holds no step.", tone="missing"))
         return tuple(blocks)
-    loss, eval_loss = curve(source.metrics, "loss"), curve(source.metrics, "eval_loss")
+    loss, eval_loss = curve(source.metrics, "loss"), held_out_curve(source)
     broken = sum(not math.isfinite(y) for _, y in loss)
     if broken:
         blocks.append(

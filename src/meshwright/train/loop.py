@@ -85,8 +85,8 @@ class RankSummary:
     placement: dict[str, Any]
 
 
-def train_rank(facts: RankFacts, task: TrainTask) -> RankSummary:
-    """Train this rank's part of the plan from its first step to ``task.stop_at``.
+def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
+    """Train this rank's part of the plan up to ``task.stop_at``; return what every rank measured, on each.
 
     Raises:
         MeshwrightError: E540 placement, E544/E545 non-finite steps, E548 a parameter without gradient.
@@ -178,7 +178,7 @@ def train_rank(facts: RankFacts, task: TrainTask) -> RankSummary:
             break
     log.event("end", step=step, loss=final_loss)
     log.close()
-    return RankSummary(
+    mine = RankSummary(
         rank=facts.rank,
         stage=view.stage,
         memory=memory,
@@ -190,6 +190,11 @@ def train_rank(facts: RankFacts, task: TrainTask) -> RankSummary:
         first_eval_loss=first_eval,
         placement=placement,
     )
+    everyone: list[Any] = [mine]
+    if plan.world_size > 1:
+        everyone = [None] * plan.world_size
+        dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 def _batch(task: TrainTask, model: ParallelModel, step: int) -> tuple[Tensor, Tensor]:
