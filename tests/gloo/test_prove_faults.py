@@ -102,3 +102,15 @@ def test_faults_leave_other_proofs_alone(pool):
     result = prove(pool, "dp=2", config=SMALL, steps=1)
     assert result["passed"]
     assert torch.isfinite(torch.tensor(result["gradients"]["max_rel_diff"]))
+
+
+def unreached(model, step):
+    if model.view.rank == 0:
+        model.data.reached.discard(id(model.params["model.norm.weight"]))
+
+
+def test_h111_a_parameter_that_no_backward_reached_fails_the_proof(pool):
+    """H111: with replicated parameters too, where its gradient exists and is zero."""
+    result = prove(pool, "dp=2", config=SMALL, steps=1, fault=unreached)
+    assert not result["passed"]
+    assert result["gradients"]["missing"] == ["model.norm.weight"]

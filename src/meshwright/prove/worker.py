@@ -109,7 +109,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof
             if task.fault is not None:
                 task.fault(model, k)
             got = model.gradients()
-            missing.update(n for n in model.trainable() if n not in got)
+            missing.update(model.without_gradient())
             unscaled = got if scale.value == 1.0 else {n: g / scale.value for n, g in got.items()}
             found.update(compare(unscaled, "gradient", file, rename))
 
