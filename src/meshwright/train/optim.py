@@ -53,9 +53,12 @@ def build_optimizer(
     groups = [g for g in groups if g["params"]]
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
-    return torch.optim.AdamW(
-        groups, lr=settings.lr, betas=tuple(settings.betas), eps=settings.eps, fused=True
-    )
+    try:
+        return torch.optim.AdamW(
+            groups, lr=settings.lr, betas=tuple(settings.betas), eps=settings.eps, fused=True
+        )
+    except RuntimeError:  # this device or dtype has no fused kernel: the same update, more launches
+        return torch.optim.AdamW(groups, lr=settings.lr, betas=tuple(settings.betas), eps=settings.eps)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
