@@ -154,30 +154,3 @@ def test_plan_by_layout_and_by_search():
     assert best.prediction is not None
     with pytest.raises(MeshwrightError, match="E555"):
         meshwright.plan("llama-3.1-405b", seq_len=8192, global_batch=64, cluster="a100-40gb-x8")
-
-
-class Mixed(nn.Module):
-    """Blocks with parameters of two dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(2))
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x * self.scale
-
-
-def mixed_loop(rank, world):
-    model, opt, _ = meshwright.parallelize(Mixed(), "dp=2,precision=fp64", lr=1e-2)
-    x = torch.full((2, 4), float(rank + 1), dtype=torch.float64)
-    model(x).sum().backward()
-    opt.step()
-    return [p.detach().double().sum().item() for p in model.parameters()]
-
-
-def test_parameters_of_two_dtypes_in_one_unit(pool):
-    first, second = pool.run(mixed_loop, 2)
-    assert first == second

@@ -66,7 +66,7 @@ def task(folder: Path, layout: str, name: str, *, steps: int = 8, **changes: Any
 
 def train(rank: int, world: int, work: TrainTask) -> Any:
     facts = RankFacts(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
-    summary = train_rank(facts, work)
+    summary = train_rank(facts, work)[rank]
     return summary.eval_loss, summary.final_loss
 
 
@@ -264,3 +264,29 @@ def test_h9_no_window_is_short_and_no_sample_is_lost(tmp_path):
         assert rows.valid_tokens == 2 * SEQ_LEN
         drawn += rows.samples.reshape(-1).tolist()
     assert sorted(drawn[:5]) == sorted(drawn[5:]) == [0, 1, 2, 3, 4]
+
+
+def train_without_labels(rank: int, world: int, work: TrainTask) -> Any:
+    import meshwright.train.loop as loop
+
+    real = loop.rank_batch
+
+    def masked(*args: Any, **kwargs: Any) -> Any:
+        rows = real(*args, **kwargs)
+        return replace(rows, labels=np.full_like(rows.labels, -100))
+
+    loop.rank_batch = masked
+    try:
+        return train(rank, world, work)
+    finally:
+        loop.rank_batch = real
+
+
+def test_steps_without_any_label_are_skipped_and_then_end_the_run(pool, tmp_path):
+    """H8: all ranks empty: nothing is updated and it is said (W541); five in a row end the run (E543)."""
+    with pytest.raises(RankFailure) as error:
+        pool.run(train_without_labels, 2, task(tmp_path, "dp=2", "empty"))
+    assert "E543" in str(error.value)
+    assert [m["valid_tokens"] for m in metrics(tmp_path, "empty")] == [0] * 4
+    events = [json.loads(x) for x in (tmp_path / "empty" / "events.jsonl").read_text().splitlines()]
+    assert {e["code"] for e in events if e["event"] == "skip"} == {"W541"}

@@ -55,14 +55,6 @@ class FlatUnit:
         self.attach()
 
 
-def _alike(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return ``params`` in parts of one dtype and device each, in order: a flat buffer holds one kind."""
-    parts: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for p in params:
-        parts.setdefault((p.dtype, p.device), []).append(p)
-    return list(parts.values())
-
-
 class Replicate:
     """Keeps replicas of the parameters in step by summing their gradients.
 
@@ -84,7 +76,7 @@ class Replicate:
     ) -> None:
         self.group = group
         self.average = average
-        self.units = [FlatUnit(name, part) for name, params in units for part in _alike(params)]
+        self.units = [FlatUnit(name, params) for name, params in units if params]
         self.reached: set[int] = set()
         self.sync = False
         self._next = len(self.units) - 1

@@ -127,7 +127,7 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
     if run.run.eval_every and done == 0:
         first_eval = eval_loss = evaluate(model, task)
         log.event("eval", step=0, eval_loss=first_eval)
-    step = done
+    step, covered, empty_in_row = done, False, 0
     while step < task.stop_at:
         step += 1
         facts.at(step=step, action="data")
@@ -148,9 +148,11 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
         else:
             result = train_step(model, optimizer, inputs, labels, **arguments)
         elapsed = time.perf_counter() - begin
-        if step == done + 1:
+        empty_in_row = empty_in_row + 1 if result.valid_tokens == 0 else 0
+        if result.valid_tokens and not covered:
             _check_coverage(model)
-        _judge(result, scale, model, step)
+            covered = True
+        _judge(result, scale, model, step, empty_in_row)
         if not traced and step > done + 1:  # the first step warms up, the traced one is slowed by tracing
             times.append(elapsed)
             for name, seconds in (result.phases_s | {"data": data_s}).items():
@@ -158,7 +160,7 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
         final_loss = result.loss
         record = _record(step, result, model, optimizer, elapsed, data_s, memory)
         if result.skipped:
-            log.event("skip", step=step, why=result.skipped, code="W540")
+            log.event("skip", step=step, why=result.skipped, code="W540" if result.valid_tokens else "W541")
         last = step == task.stop_at
         if (run.run.eval_every and step % run.run.eval_every == 0) or last:
             facts.at(action="evaluate")
@@ -270,8 +272,13 @@ def _record(
     }
 
 
-def _judge(result: StepResult, scale: LossScale, model: ParallelModel, step: int) -> None:
-    """Stop a run whose steps are not finite; all ranks see the same result and stop alike."""
+def _judge(result: StepResult, scale: LossScale, model: ParallelModel, step: int, empty_in_row: int) -> None:
+    """Stop a run whose steps are empty or not finite; all ranks see the same result and stop alike."""
+    if empty_in_row >= MAX_SKIPS:
+        raise MeshwrightError(
+            problem("E543", where=f"step {step}", found=f"{empty_in_row} steps in a row had no valid token"),
+            ExitCode.NO,
+        )
     if not result.skipped:
         return
     limit = MAX_SKIPS_FP16 if scale.dynamic else MAX_SKIPS

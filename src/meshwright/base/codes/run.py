@@ -38,9 +38,9 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         code="E543",
         title="A step has no valid token",
         kind="input",
-        needs="at least one label that is not -100 in the global batch",
-        why="the loss is a sum over valid tokens divided by their number",
-        do="look at the data: a step without any label is skipped, never NaN",
+        needs="a label that is not -100 in at least one of five global batches in a row",
+        why="the loss is a sum over valid tokens divided by their number; one empty step is skipped and said (W541)",
+        do="look at the data: a mask or an encoding that hides every label",
     ),
     CodeInfo(
         code="E544",
@@ -195,6 +195,12 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         do="raise run.steps (and --steps where it is given), or leave the run as it is",
     ),
     CodeInfo(
+        code="W541",
+        title="A step had no valid token",
+        kind="input",
+        why="every label of its global batch is masked; there is nothing to learn from, so no weight was touched",
+    ),
+    CodeInfo(
         code="W540",
         title="A step was skipped",
         kind="world",
@@ -204,7 +210,7 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         code="W542",
         title="The run starts without a prediction",
         kind="cost",
-        why="a figure of this device is not known, and a made-up one would be worse than none",
+        why="the cluster cannot price these ranks, and a made-up figure would be worse than none",
         do="run it all the same: measurement and results do not need a prediction",
     ),
 )
