@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ def check_writable(path: str | Path, option: str = "--out", replace: bool = True
     """Return ``path`` if a file can be written there as far as can be seen beforehand.
 
     Raises:
-        MeshwrightError: E867 for a folder, a folder that does not exist, or a file that must not be replaced.
+        MeshwrightError: E867 for a folder, a folder that does not exist or takes no new file, or a file that must not be
+            replaced.
     """
     target = Path(path)
     found = ""
@@ -78,6 +80,14 @@ def check_writable(path: str | Path, option: str = "--out", replace: bool = True
         found = f"the folder {target.parent} does not exist"
     if found:
         raise MeshwrightError(problem("E867", where=f"{option} {path}", found=found))
+    try:
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        found = f"{target.parent} takes no new file: {error.strerror or error}"
+        raise MeshwrightError(
+            problem("E867", where=f"{option} {path}", found=found), ExitCode.ENVIRONMENT
+        ) from error
     return target
 
 

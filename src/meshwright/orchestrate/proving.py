@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from meshwright.layout.check import check
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
 from meshwright.mesh import contract
-from meshwright.mesh.env import RankFacts
+from meshwright.mesh.env import RankFacts, check_local_ranks, torchrun_facts
 from meshwright.mesh.launch import run_local
 from meshwright.model.read_hf import read_model, spec_from_config
 from meshwright.model.spec import ModelSpec
@@ -213,10 +214,16 @@ def prove_command(
     show = show or (lambda line: None)
     problems = contract.missing()
     if ladder and any(parse_layout(layout).as_dict()[a] > 1 for a in ("tp", "cp", "ep")):
-        problems.append(problem("E900", where="--ladder", found="rungs for tp, cp and ep are not built yet"))
+        found, do = "rungs for tp, cp and ep are not built yet", "a layout of dp, zero and pp"
+        problems.append(problem("E900", where="--ladder", found=found, do=do))
     if resume:
         problems.append(
-            problem("E900", where="--resume", found="the proof of a resumed run is not built yet")
+            problem(
+                "E900",
+                where="--resume",
+                found="the proof of a resumed run is not built yet",
+                do="leave --resume out; meshwright checkpoint verify checks what a resumed run reads",
+            )
         )
     refuse(problems)
     assert model is not None or run is not None
@@ -243,6 +250,8 @@ def prove_command(
         plan = proof_plan(
             spec, layout, model_path=target, seq_len=length, global_batch=global_batch, freeze=patterns
         )
+        if torchrun_facts() is None:
+            refuse(check_local_ranks(plan.world_size, os.cpu_count() or 1), ExitCode.ENVIRONMENT)
         return run_proof(plan, spec, **settings)
 
     if ladder:
@@ -308,8 +317,6 @@ def write_json(path: str | Path, value: Any) -> None:
     Raises:
         MeshwrightError: E813 when the folder cannot be written.
     """
-    import os
-
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
