@@ -14,7 +14,8 @@ import pytest
 from meshwright.base.codes import CODES
 from meshwright.base.errors import ExitCode, MeshwrightError
 from meshwright.cli.main import run
-from meshwright.layout.batch import MOST_ACTIONS, MOST_SEQUENCES, check_batch, derive_batch
+from meshwright.layout.batch import MOST_ACTIONS, MOST_SEQUENCES, check_actions, check_batch, derive_batch
+from meshwright.layout.check import check
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import MAX_DEGREE, parse_layout
 from meshwright.mesh.env import check_local_ranks
@@ -83,11 +84,20 @@ def test_run_files_have_no_number_beyond_counting(capsys: pytest.CaptureFixture[
 def test_a_step_has_a_bounded_number_of_micro_batches() -> None:
     layout = parse_layout("pp=4,micro_batch=2")
     most = MOST_ACTIONS // 4
-    assert check_batch(layout, 2 * most, 8) == []
-    found = check_batch(layout, 2 * most + 2, 8)
+    assert check_actions(layout, most) == []
+    found = check(read_model("llama-2-7b"), layout, derive_batch(layout, 2 * most + 2, 8))
     assert [p.code for p in found] == ["E224"]
     assert f"global batch = {2 * most}" in found[0].do
     assert [p.code for p in check_batch(Layout(), MOST_SEQUENCES + 1, 8)] == ["E222"]
+
+
+def test_the_planner_passes_over_layouts_with_too_many_micro_batches(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = ["--gpus", "512", "--seq-len", "2048", "--global-batch", str(2**18)]
+    code, found = answer(capsys, "plan", "llama-2-7b", "--cluster", "a100-40gb-x8", *sizes)
+    assert code == ExitCode.GOOD
+    assert found["plans"]
 
 
 def test_too_large_a_degree_names_the_largest() -> None:

@@ -40,8 +40,7 @@ def derive_batch(layout: Layout, global_batch: int, seq_len: int) -> Batch:
 
     Raises:
         MeshwrightError: E220 when dp * micro_batch does not divide the batch (with the nearest batches), E221
-            when the batch is smaller than that product, E222 for a number below 1 or beyond counting, E224 for
-            a step of too many micro-batches.
+            when the batch is smaller than that product, E222 for a number below 1 or beyond counting.
     """
     refuse(check_batch(layout, global_batch, seq_len))
     return Batch(
@@ -63,7 +62,7 @@ def nearest_batches(layout: Layout, global_batch: int) -> tuple[int, ...]:
 
 
 def check_batch(layout: Layout, global_batch: int, seq_len: int) -> list[Problem]:
-    """Return what is wrong with the batch (E220, E221, E222, E224); see ``derive_batch``."""
+    """Return what is wrong with the batch (E220, E221, E222); see ``derive_batch``."""
     problems = [
         problem(
             "E222",
@@ -83,7 +82,7 @@ def check_batch(layout: Layout, global_batch: int, seq_len: int) -> list[Problem
     dp, micro = layout.dp, layout.micro_batch
     unit = dp * micro
     if global_batch % unit == 0:
-        return problems + _too_many_actions(layout, global_batch // unit)
+        return problems
     near = nearest_batches(layout, global_batch)
     choices = [f"global batch = {' | '.join(str(n) for n in near)}"]
     if global_batch % dp == 0:
@@ -106,7 +105,8 @@ def check_batch(layout: Layout, global_batch: int, seq_len: int) -> list[Problem
     return problems
 
 
-def _too_many_actions(layout: Layout, accumulation: int) -> list[Problem]:
+def check_actions(layout: Layout, accumulation: int) -> list[Problem]:
+    """Return E224 when a step has more micro-batches x stages than a schedule is written out for."""
     most = MOST_ACTIONS // layout.num_stages
     if accumulation <= most:
         return []

@@ -12,7 +12,7 @@ from meshwright.base.errors import Problem, problem
 from meshwright.base.units import format_bytes
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.layout import built
-from meshwright.layout.batch import Batch
+from meshwright.layout.batch import Batch, check_actions
 from meshwright.layout.cut import check_cut
 from meshwright.layout.layout import Layout
 from meshwright.layout.precision import precision_table
@@ -53,6 +53,7 @@ def check(
     if batch is not None:
         problems += _sequence(spec, layout, batch.seq_len)
         problems += _micro_batches(spec, layout, batch)
+        problems += check_actions(layout, batch.accumulation)
     if layout.cp > 1:
         problems += _context_heads(spec, layout)
     if cluster is not None and layout.tp > 1:

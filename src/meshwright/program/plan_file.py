@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
 from meshwright.base.records import Prediction
-from meshwright.layout.batch import Batch, check_batch
+from meshwright.layout.batch import Batch, check_actions, check_batch
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
 from meshwright.program.plan import Plan
@@ -197,7 +197,8 @@ def _check_sense(plan: Plan, where: str) -> list[Problem]:
     ):
         if held != wanted:
             wrong.append(f"'batch.{name}' is {held}, but layout and accumulation make {wanted}")
-    wrong += [f"{p.found}" for p in check_batch(layout, batch.global_batch, batch.seq_len)]
+    counted = check_batch(layout, batch.global_batch, batch.seq_len)
+    wrong += [p.found for p in (*counted, *check_actions(layout, batch.accumulation))]
     stages = len(layout.cut_layers) if layout.cut not in ("auto", "even") else 0
     if stages != layout.num_stages:
         wrong.append(f"'layout.cut' is {layout.cut}, but there are {layout.num_stages} stages")
