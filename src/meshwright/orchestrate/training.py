@@ -35,7 +35,7 @@ from meshwright.model.read_hf import read_model
 from meshwright.model.spec import ModelSpec
 from meshwright.orchestrate.machine import machine_probe
 from meshwright.orchestrate.proving import write_json
-from meshwright.parallel.build import build_model
+from meshwright.parallel.build import build_model, config_problems
 from meshwright.program.make import check_frozen, make_plan
 from meshwright.program.plan import Plan
 from meshwright.program.plan_file import load_plan, plan_to_dict, save_plan
@@ -373,7 +373,9 @@ def _train(
         if resume_from is None:
             raise MeshwrightError(problem("E542", where=str(folder), found="it has no complete checkpoint"))
         refuse(_nothing_left(resume_from, stop_at))
-    for note in (*ready.warnings, *_beyond_horizon(stop_at_step, run.run.steps)):
+    asked = config_problems(plan.model_config)
+    refuse(asked)
+    for note in (*ready.warnings, *asked, *_beyond_horizon(stop_at_step, run.run.steps)):
         show(note.text())
     for line in _announce(plan, spec):
         show(line)

@@ -9,8 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.base.errors import MeshwrightError, problem
+from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
 from meshwright.model.spec import ModelSpec
+
+
+def config_problems(config: Mapping[str, Any]) -> list[Problem]:
+    """Return what a config asks for that is not done: E547 router loss, E560 quantised weights, W543 custom code."""
+    problems: list[Problem] = []
+    if config.get("output_router_logits"):
+        problems.append(
+            problem(
+                "E547", where="model.config.output_router_logits", found="true, so the loss has a router term"
+            )
+        )
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+        problems.append(
+            problem(
+                "E560", where="model.config.quantization_config", found=f"weights are quantised ({method})"
+            )
+        )
+    if config.get("auto_map"):
+        problems.append(
+            problem("W543", where="model.config.auto_map", found="the config names Python code of its own")
+        )
+    return problems
 
 
 def build_model(
@@ -27,16 +51,11 @@ def build_model(
     ``weights`` replace it (every tensor by name, tied heads may be left out). ``device="meta"`` makes shapes only.
 
     Raises:
-        MeshwrightError: E811 when transformers cannot build it, E547 when it asks for an auxiliary loss.
+        MeshwrightError: E811 when transformers cannot build it, and what ``config_problems`` says.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if config.get("output_router_logits"):
-        raise MeshwrightError(
-            problem(
-                "E547", where="model.config.output_router_logits", found="true, so the loss has a router term"
-            )
-        )
+    refuse(config_problems(config))
     keys = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype", "model_type", "auto_map")}
     try:
         hf_config = AutoConfig.for_model(config["model_type"], **keys)

@@ -195,6 +195,22 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         do="raise run.steps (and --steps where it is given), or leave the run as it is",
     ),
     CodeInfo(
+        code="E560",
+        title="Quantised weights are not built yet",
+        kind="code",
+        needs="a model without quantization_config",
+        why="training would silently run on full-precision weights, which is another model in another memory",
+        do="remove quantization_config from config.json to train in full precision on purpose",
+    ),
+    CodeInfo(
+        code="W543",
+        title="The model's own code is not executed",
+        kind="input",
+        why="auto_map names Python files of the model's author; Meshwright builds transformers' class of that "
+        "model_type and runs no remote code",
+        do="compare the two if the author's code differs from transformers'",
+    ),
+    CodeInfo(
         code="W541",
         title="A step had no valid token",
         kind="input",
