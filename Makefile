@@ -36,8 +36,8 @@ $(STAMP): requirements.lock requirements-nodeps.lock pyproject.toml
 	touch $(STAMP)
 
 check: $(STAMP)
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/lint-imports
 	$(BIN)/codespell src tests recipes docs README.md CONTRIBUTING.md CHANGELOG.md AGENTS.md Makefile
 	$(BIN)/python -m meshwright explain --all-markdown | diff -u docs/errors.md - \
