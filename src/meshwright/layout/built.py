@@ -12,8 +12,8 @@ AXES: Final = frozenset({"dp", "pp"})
 OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "schedule": ("gpipe", "1f1b"),
-        "loss": ("eager",),
-        "recompute": ("none",),
+        "loss": ("eager", "chunked"),
+        "recompute": ("none", "selective", "full"),
         "offload": ("none",),
         "compile": ("off",),
         "precision": ("fp32", "bf16", "fp16", "fp64"),

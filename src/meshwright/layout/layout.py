@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Final
 
 from meshwright.base.axes import LAYOUT_AXES
+
+LOSS_CHUNKS: Final = 8
+"""Parts that ``loss=chunked`` cuts the tokens of a micro-batch in."""
 
 
 @dataclass(frozen=True, kw_only=True)

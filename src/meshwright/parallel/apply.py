@@ -1,6 +1,6 @@
 """The one fixed order in which a plan becomes a running model on one rank.
 
-build -> freeze -> cut the stage -> move -> data parallel (replicate or ZeRO) -> pipeline -> tied pair.
+build -> freeze -> cut the stage -> move -> recompute -> data parallel (replicate or ZeRO) -> pipeline -> tied pair.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from meshwright.model.spec import ModelSpec
 from meshwright.parallel.build import build_model, frozen_names
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import dtype_of, forward_context
+from meshwright.parallel.recompute import recompute_blocks
 from meshwright.parallel.replicate import Replicate
 from meshwright.parallel.stage import StageModule, cut_stage, get_module, logical_name
 from meshwright.parallel.tied import local, sum_tied_gradient
@@ -198,6 +199,7 @@ def apply_plan(
         p.requires_grad_(name not in frozen)
     module = cut_stage(causal_lm, spec, layout.cut_layers, view.stage, dtype_of(table.wire))
     module.forward_context = lambda: forward_context(table, view.device.type)
+    module.chunked_loss = layout.loss == "chunked"
     module.to(view.device)
     shapes = {logical_name(n): tuple(p.shape) for n, p in module.named_parameters()}
     decays = frozenset(n for n, shape in shapes.items() if len(shape) >= 2)
@@ -205,6 +207,7 @@ def apply_plan(
         raise MeshwrightError(
             problem("E546", where="freeze", found=f"stage {view.stage} has no trainable parameter left")
         )
+    recompute_blocks(stage_blocks(module, spec), layout.recompute)
     data = _data_parallel(module, spec, view, table)
     params = {logical_name(n): p for n, p in module.named_parameters()}
     tied = _tied_weight(spec, view, params)

@@ -20,10 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.model.spec import ModelSpec
-
-IGNORE = -100
-"""Label of a position without loss."""
-
+from meshwright.parallel.loss import IGNORE, chunked_loss_sum
 
 class StageBlocks(nn.ModuleList):
     """The blocks of one stage under their global indices; iterates and slices like the whole list."""
@@ -94,6 +91,7 @@ class StageModule(nn.Module):
         self.base_path = spec.paths.base
         self.head_path = spec.paths.head
         self.forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.chunked_loss = False
 
     @property
     def is_whole(self) -> bool:
@@ -115,6 +113,10 @@ class StageModule(nn.Module):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return hidden states, or the summed loss on the last stage (see the class)."""
         with self.forward_context():
+            if self.chunked_loss and labels is not None:
+                return chunked_loss_sum(
+                    self.causal_lm.get_submodule(self.head_path), self._hidden(x), labels
+                )
             out = self.logits(x) if self.is_last else self._hidden(x).to(self.wire_dtype)
         if not self.is_last and out._is_view():
             # FSDP2 hooks onto the output, and an in-place use of a view would lose that hook.

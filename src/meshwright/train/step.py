@@ -21,7 +21,7 @@ from torch import Tensor
 
 from meshwright.base.axes import WORLD
 from meshwright.parallel.apply import ParallelModel
-from meshwright.parallel.stage import IGNORE
+from meshwright.parallel.loss import IGNORE
 from meshwright.train.optim import Rate, set_rate
 from meshwright.train.scale import LossScale
 
