@@ -32,7 +32,7 @@ from meshwright.cost.pieces import (
 )
 from meshwright.layout.batch import Batch
 from meshwright.layout.cut import resolve_cut
-from meshwright.layout.layout import Layout
+from meshwright.layout.layout import LOSS_CHUNKS, Layout
 from meshwright.layout.ranks import group as rank_group
 from meshwright.layout.ranks import strides
 from meshwright.model.spec import TensorSpec
@@ -41,7 +41,6 @@ from meshwright.schedule.clock import Clock, run_clock
 from meshwright.schedule.generate import generate
 from meshwright.schedule.order import play
 
-CHUNKED_LOSS_PARTS: Final = 8
 ADAM_BYTES: Final = 28.0
 """Bytes that AdamW moves per fp32 parameter: reads weight, gradient, two moments; writes three."""
 ADAM_PROBE_BYTES: Final = 16.0
@@ -429,14 +428,8 @@ def _load(
     spec = pricer.spec
     autocast = np.array([float(work_key(layout).autocast) for layout in layouts])
     tokens = np.array([layout.micro_batch * pricer.seq_len / layout.cp for layout in layouts])
-    parts = np.array(
-        [
-            layout.tp * (CHUNKED_LOSS_PARTS if layout.loss == "chunked" else 1)
-            if layout.loss != "eager" or layout.tp > 1
-            else 1
-            for layout in layouts
-        ]
-    )
+    chunked = np.array([float(layout.loss == "chunked") for layout in layouts])
+    parts = np.array([layout.tp for layout in layouts]) * np.where(chunked > 0, LOSS_CHUNKS, 1)
     message = tokens * spec.hidden_size * np.where(autocast > 0, 4.0, float(pricer.compute_bytes))
     piped = np.array([float(layout.pp > 1) for layout in layouts])
     # receive buffers of every micro-batch and their gradients, gradient buffers, and outputs in flight
@@ -458,6 +451,9 @@ def _load(
         recompute=worst("again"),
         transient=worst("transient"),
         boundary=boundary,
+        final=per_stage("final"),
+        kept_loss=per_stage("loss"),
+        chunked=wide(chunked),
         logits=last * wide(tokens * spec.vocab_size / parts),
         storage=np.full(shape, float(STATE_BYTES[pricer.precision])),
         compute=np.full(shape, float(COMPUTE_BYTES[pricer.precision])),

@@ -28,8 +28,8 @@ CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "log
 LOSS_LOGITS_BYTES: Final = 12.0
 """Bytes per logit at the loss: saved log-softmax, its gradient and the logits' gradient, all fp32."""
 
-SAVED_LOGITS_BYTES: Final = 4.0
-"""Bytes per logit that stay until backward: the log-softmax."""
+CHUNK_LOGITS_BYTES: Final = 8.0
+"""Bytes per logit of a chunk of the chunked loss: the float32 logits and their log-softmax, in one place its gradient."""
 
 CONTEXT_BYTES: Final = 0.75 * 2**30
 COMMUNICATOR_BYTES: Final = 0.15 * 2**30
@@ -53,7 +53,10 @@ class StageLoad:
         recompute: bytes alive beside them while a block is recomputed.
         transient: bytes of gradients of activations inside the largest block's backward.
         boundary: bytes that the pipeline keeps for messages.
-        logits: elements of one micro-batch's logits on this rank (0 but on the last stage).
+        final: the part of ``activations`` that is gone before a block's backward (final norm, head's input).
+        logits: elements of logits alive at once on this rank (0 but on the last stage).
+        kept_loss: bytes that the loss keeps of a micro-batch until its backward.
+        chunked: 1 where the loss runs by chunks of tokens, else 0.
         storage, compute, reduce: bytes per element at rest, computing, and when reduced.
         autocast: 1 where weights are cast by autocast (zero = 0 in 16 bit), else 0.
     """
@@ -74,7 +77,10 @@ class StageLoad:
     recompute: Floats
     transient: Floats
     boundary: Floats
+    final: Floats
     logits: Floats
+    kept_loss: Floats
+    chunked: Floats
     storage: Floats
     compute: Floats
     reduce: Floats
@@ -120,8 +126,9 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         ),
     )
     acts = x.in_flight * x.activations
-    # every other micro-batch in flight keeps its log-softmax
-    kept_logits = SAVED_LOGITS_BYTES * x.logits * np.maximum(x.in_flight - 1.0, 0.0)
+    # every other micro-batch in flight keeps its log-softmax, or the gradients that a chunked loss made
+    kept_logits = x.kept_loss * np.maximum(x.in_flight - 1.0, 0.0)
+    chunked = x.chunked > 0
     # FSDP2 holds on to the last reduce-scatter's input (the root unit's) until the next micro-batch reduces
     stale = np.where((x.zero >= 2) & accumulates, x.reduce * x.root_trainable, 0.0)
     # stage 3 in forward: root and one block gathered, with the flat buffer it was gathered into
@@ -134,7 +141,8 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         "gradients": held,
         "optimizer": optimizer,
         "activations": acts,
-        "logits": LOSS_LOGITS_BYTES * x.logits + kept_logits,
+        "logits": np.where(chunked, CHUNK_LOGITS_BYTES * x.logits + x.kept_loss, LOSS_LOGITS_BYTES * x.logits)
+        + kept_logits,
         "working": casts * x.in_flight + forward_units + x.boundary + stale,
     }
     # the head's gradient, while the logits' gradient still lives
@@ -144,12 +152,12 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         "gradients": held,
         "optimizer": optimizer,
         "activations": acts,
-        "logits": wide * x.logits + kept_logits,
+        "logits": np.where(chunked, x.kept_loss, wide * x.logits) + kept_logits,
         "working": casts * x.in_flight
         + stale
         + backward_units
         + x.boundary
-        + np.where(x.logits > 0, wide * x.tensor, 0.0),
+        + np.where((x.logits > 0) & ~chunked, wide * x.tensor, 0.0),
     }
     # the first block that backward visits: its gradients whole, the reduce buffers of it and its neighbour
     root_gradient = np.where(sharded & (x.logits > 0), x.compute * x.root_trainable, 0.0)
@@ -163,7 +171,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         "parameters": parameters,
         "gradients": held,
         "optimizer": optimizer,
-        "activations": acts,
+        "activations": acts - x.final,
         "logits": kept_logits,
         "working": casts * x.in_flight
         + backward_units

@@ -14,8 +14,8 @@ from math import ceil, prod
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.collective import CollectiveTimes, GroupShape, collective_times, strided_shape
 from meshwright.cost.rates import DeviceRates, attention_flops, device_rates
-from meshwright.layout.layout import Layout
-from meshwright.model.activations import saved_activations, saved_final_bytes
+from meshwright.layout.layout import LOSS_CHUNKS, Layout
+from meshwright.model.activations import always_unfused, saved_activations, saved_final_bytes
 from meshwright.model.sharding import rule, tp_local_shape
 from meshwright.model.spec import AttentionSpec, BlockSpec, ModelSpec, TensorSpec
 
@@ -25,9 +25,17 @@ COMPUTE_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 COMPOSED_GELU = ("gelu_new", "gelu_fast")
 """Activations that are written as several elementwise operations."""
 
-SELECTIVE_SHARE = 15.0 / 41.0
-"""Kept share under selective recompute: 13.5 to 15.5 of 41 s*b*h on Llama blocks (every second matmul output and
-the attention output kept)."""
+SAVED_LOGITS_BYTES = 4.0
+"""Bytes per logit that eager cross-entropy keeps until backward: the log-softmax."""
+
+CHUNK_OPS = 14
+"""Small operations that the chunked loss runs per chunk."""
+
+MATMUL_ROLES = frozenset(
+    {"attention_in", "attention_out", "mlp_in", "mlp_out", "router", "expert_in", "expert_out"}
+    | {"shared_in", "shared_out"}
+)
+"""Tensors of a block that tokens are multiplied with, in the order of its forward."""
 
 CPU_OPS = (9.0, 10.0)
 """On a CPU an operation inside a Hugging Face module, with the Python around it, costs this many times a small
@@ -81,7 +89,8 @@ class Work:
 
     ``tensor``, ``context`` and ``expert`` are seconds of communication in forward + backward; ``recompute`` is
     the extra forward. ``kept`` bytes stay until backward, ``again`` are alive while recomputing, ``transient``
-    are gradients of activations.
+    are gradients of activations. ``final`` is the part of ``kept`` that is gone before a block's backward, and
+    ``loss`` what the loss keeps of a micro-batch between its forward and its backward.
     """
 
     forward: float = 0.0
@@ -93,6 +102,8 @@ class Work:
     kept: float = 0.0
     again: float = 0.0
     transient: float = 0.0
+    final: float = 0.0
+    loss: float = 0.0
     flops: float = 0.0
 
 
@@ -234,14 +245,29 @@ class Pricer:
             backward = r.matmul_s(tokens, v, h) + r.matmul_s(v, tokens, h)
             backward += (2.0 * norm + logits * (copy + 20.0)) / r.copy_rate
             ratio = (1.0, 1.0) if r.overlaps else CPU_OPS
-            again = r.matmul_s(tokens, h, v) if loss == "chunked" else 0.0
+            forward += 14 * r.op_s * ratio[0]
+            backward += 14 * r.backward_op_s * ratio[1]
+            kept_loss = SAVED_LOGITS_BYTES * logits
+            if loss == "chunked":  # all of it happens in forward; backward multiplies two gradients by a factor
+                full = self.state_bytes
+                trained = not all(is_frozen(t.tied_to or t.name, self.frozen) for t in self.spec.head)
+                kept_loss = tokens * h * self._residual_bytes(key) + (full * v * h if trained else 0.0)
+                rows = tokens / LOSS_CHUNKS
+                forward = r.matmul_s(rows, h, v) + r.matmul_s(rows, v, h)
+                if trained:
+                    forward += r.matmul_s(v, rows, h) + 2.0 * full * v * h / r.copy_rate
+                forward = LOSS_CHUNKS * (forward + CHUNK_OPS * r.op_s)
+                forward += (norm + logits * (copy + 24.0)) / r.copy_rate + 10 * r.op_s * ratio[0]
+                backward = (2.0 * norm + 2.0 * kept_loss) / r.copy_rate + 10 * r.backward_op_s * ratio[1]
+            final = saved_final_bytes(self.spec, self.seq_len, key.micro_batch, c, self._residual_bytes(key))
+            final /= key.cp * (key.tp if key.sp else 1)
             self._ends[slot] = Work(
-                forward=forward + 14 * r.op_s * ratio[0],
-                backward=backward + 14 * r.backward_op_s * ratio[1],
-                recompute=again,
+                forward=forward,
+                backward=backward,
                 tensor=self._tp_pair(key, 1),
-                kept=saved_final_bytes(self.spec, self.seq_len, key.micro_batch, c, self._residual_bytes(key))
-                / (key.cp * (key.tp if key.sp else 1)),
+                kept=final,
+                final=final,
+                loss=kept_loss,
                 flops=6.0 * tokens * h * v,
             )
         return self._ends[slot]
@@ -261,8 +287,8 @@ class Pricer:
     def _price_block(self, block: BlockSpec, key: WorkKey) -> Work:
         spec, r, c = self.spec, self.rates, self.compute_bytes
         tokens = key.micro_batch * self.seq_len / key.cp
-        forward = backward = flops = 0.0
-        linears = 0
+        forward = backward = flops = redone = 0.0
+        linears = products = 0
         for tensor in block.tensors:
             if len(tensor.shape) < 2 or tensor.role in ("norm", "position"):
                 continue
@@ -271,12 +297,16 @@ class Pricer:
             backward += behind
             flops += work
             linears += calls
+            if tensor.role in MATMUL_ROLES:
+                products += 1
+                redone += ahead if products % 2 else 0.0
         heads = spec.num_heads / key.tp
         width = (spec.attention.head_dim + (spec.attention.value_head_dim or spec.attention.head_dim)) / 2
         seen = min(self.seq_len, block.sliding_window or self.seq_len)
         # with cp each rank has 1/cp of the queries against all keys
         ahead, behind = r.attention_s(key.micro_batch, heads, float(self.seq_len), width)
         share = (seen / self.seq_len) * (2.0 - seen / self.seq_len) / key.cp
+        products_s = forward
         forward += ahead * share
         backward += behind * share
         flops += 3.0 * attention_flops(key.micro_batch, heads, float(self.seq_len), width) * share
@@ -291,25 +321,25 @@ class Pricer:
             forward += CPU_OPS[0] * ops * r.op_s
             backward += CPU_OPS[1] * nodes * r.backward_op_s
         tensor_s = self._tp_pair(key, 2)
-        again = {"none": 0.0, "full": 1.0, "selective": 0.5}[key.recompute]
+        again_s = {"none": 0.0, "full": forward}.get(key.recompute, forward - products_s - ahead * share + redone)
         if key.recompute == "full":
             tensor_s *= 1.5
         wide = self._residual_bytes(key)
-        kept = {
-            "none": whole,
-            "full": tokens * spec.hidden_size * wide / (key.tp if key.sp else 1),
-            "selective": whole * SELECTIVE_SHARE,
-        }[key.recompute]
+        entry = tokens * spec.hidden_size * wide / (key.tp if key.sp else 1)
+        extra, also_saved = self._selective_bytes(block, tokens, key)
+        kept = {"none": whole, "full": entry}.get(key.recompute, entry + extra)
+        # what a recomputed forward makes beside what was kept
+        again = {"none": 0.0, "full": whole - entry}.get(key.recompute, whole - entry - also_saved)
         widest = max(block.ffn_size, block.moe.ffn_size * block.moe.experts_per_token if block.moe else 0)
         return Work(
             forward=forward,
             backward=backward,
-            recompute=again * forward,
+            recompute=again_s,
             tensor=tensor_s,
             context=self._context(key, ahead * share, behind * share),
             expert=self._expert(block, key, tokens),
             kept=kept,
-            again=whole if key.recompute != "none" else 0.0,
+            again=again,
             transient=tokens * c * (3.0 * widest / key.tp + 2.0 * spec.hidden_size),
             flops=flops,
         )
@@ -331,6 +361,28 @@ class Pricer:
         forward = calls * r.matmul_s(m, k, n)
         backward = calls * (r.matmul_s(m, n, k) + r.matmul_s(n, m, k))
         return forward, backward, calls * 6.0 * m * k * n, max(1, round(calls))
+
+    def _selective_bytes(self, block: BlockSpec, tokens: float, key: WorkKey) -> tuple[float, float]:
+        """Return bytes that selective recompute keeps beside a block's input, and those of them that autograd saves too.
+
+        Kept are the fused attention's output with its log-sum-exp, and the output of every second matrix product.
+        """
+        a, c = self.spec.attention, self.compute_bytes
+        both = 0.0
+        if not always_unfused(self.spec):
+            both = tokens * a.num_heads * (a.value_head_dim * c + max(4, self.state_bytes)) / key.tp
+        kept = both
+        matrices = [t for t in block.tensors if t.role in MATMUL_ROLES and not t.is_bias]
+        for tensor in matrices[1::2]:
+            copies = 1
+            if block.moe is not None and tensor.role in ("expert_in", "expert_out"):
+                copies = block.moe.experts_per_token
+            columns = unit_tensor_shape(tensor, a, key.tp, 1)[-1 if self.spec.family == "gpt2" else -2]
+            size = tokens * copies * columns * c  # GPT-2 stores its matrices as [input, output]
+            kept += size
+            # the feed-forward's products are saved by its elementwise operations, the others are not
+            both += size if tensor.role in ("mlp_in", "expert_in", "shared_in") else 0.0
+        return kept, both
 
     def _residual_bytes(self, key: WorkKey) -> int:
         return 4 if key.autocast else self.compute_bytes
