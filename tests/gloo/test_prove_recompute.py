@@ -48,9 +48,7 @@ def test_families(pool, family, spread, options):
 
 
 @pytest.mark.parametrize("options", ["recompute=full", "recompute=selective", "loss=chunked"])
-@pytest.mark.parametrize(
-    "freeze", [("model.layers.2.*", "model.layers.3.mlp.*"), ("lm_head.*",)]
-)
+@pytest.mark.parametrize("freeze", [("model.layers.2.*", "model.layers.3.mlp.*"), ("lm_head.*",)])
 def test_h119_frozen_parameters(pool, freeze, options):
     """H119: a frozen part, recomputed under ZeRO-3: runs, and the other gradients are the reference's."""
     holds(prove(pool, f"dp=2,zero=3,{options}", config=SMALL, freeze=freeze))

@@ -152,16 +152,24 @@ def test_h55_too_few_micro_batches_for_chunks_are_told() -> None:
 
 def test_h175_what_is_not_built_is_refused_and_named() -> None:
     layout = parse_layout(
-        "tp=2,cp=2,ep=2,dp=2,pp=2,schedule=zbv,recompute=full,offload=optimizer,loss=chunked,compile=blocks"
+        "tp=2,cp=2,ep=2,dp=2,pp=2,schedule=zbv,recompute=full,offload=optimizer,loss=parallel,compile=blocks"
     )
     problems = check_built(layout, llama(model_type="gemma2", architectures=["Gemma2ForCausalLM"]))
     assert {p.kind for p in problems} == {Kind.CODE}
     assert sorted(p.where for p in problems) == sorted(
-        f"layout.{k}"
-        for k in ("tp", "cp", "ep", "schedule", "loss", "recompute", "offload", "compile", "chunks", "pp")
+        f"layout.{k}" for k in ("tp", "cp", "ep", "schedule", "loss", "offload", "compile", "chunks", "pp")
     )
     assert {p.code for p in problems} == {"E250", "E251", "E252"}
     assert "schedule=gpipe | 1f1b" in "\n".join(p.needs for p in problems)
+
+
+def test_a_chunked_loss_is_refused_where_logits_are_capped() -> None:
+    gemma = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
+    layout = parse_layout("dp=2,loss=chunked")
+    (capped,) = check_built(layout, llama(**gemma))
+    assert (capped.code, capped.kind) == ("E253", Kind.CODE)
+    assert check_built(layout, llama(**gemma, final_logit_softcapping=None)) == []
+    assert check_built(layout, llama()) == []
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
@@ -183,7 +191,7 @@ def test_cluster_rules() -> None:
 
 
 def test_every_layout_code_is_triggered_somewhere() -> None:
-    here = {case[2] for case in CASES} | {"E215", "E250", "E251", "E252", "W206"}
+    here = {case[2] for case in CASES} | {"E215", "E250", "E251", "E252", "E253", "W206"}
     batch = {"E220", "E221", "E222", "E224"}
     assert {info.code for info in codes.CODES} == (here | batch) - {"W301"}
 

@@ -26,6 +26,7 @@ NAMES = (
     "plan-and-layout",
     "precision",
     "prove-and-parity",
+    "recompute",
     "zero",
 )
 

@@ -248,7 +248,9 @@ class Pricer:
             forward += 14 * r.op_s * ratio[0]
             backward += 14 * r.backward_op_s * ratio[1]
             kept_loss = SAVED_LOGITS_BYTES * logits
-            if loss == "chunked":  # all of it happens in forward; backward multiplies two gradients by a factor
+            if (
+                loss == "chunked"
+            ):  # all of it happens in forward; backward multiplies two gradients by a factor
                 full = self.state_bytes
                 trained = not all(is_frozen(t.tied_to or t.name, self.frozen) for t in self.spec.head)
                 kept_loss = tokens * h * self._residual_bytes(key) + (full * v * h if trained else 0.0)
@@ -321,7 +323,9 @@ class Pricer:
             forward += CPU_OPS[0] * ops * r.op_s
             backward += CPU_OPS[1] * nodes * r.backward_op_s
         tensor_s = self._tp_pair(key, 2)
-        again_s = {"none": 0.0, "full": forward}.get(key.recompute, forward - products_s - ahead * share + redone)
+        again_s = {"none": 0.0, "full": forward}.get(
+            key.recompute, forward - products_s - ahead * share + redone
+        )
         if key.recompute == "full":
             tensor_s *= 1.5
         wide = self._residual_bytes(key)

@@ -392,6 +392,12 @@ def _nodes(layout: Layout, gpus_per_node: int) -> list[Problem]:
     return []
 
 
+def caps_logits(spec: ModelSpec) -> bool:
+    """Return whether the model changes its logits after the head (Gemma-2 does unless its config says null)."""
+    by_default = 30.0 if spec.family == "gemma2" else None
+    return spec.config.get("final_logit_softcapping", by_default) is not None
+
+
 def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
     """Return what of ``layout`` cannot run so far (kind "code"), each with what runs now; see ``layout.built``."""
     problems: list[Problem] = []
@@ -429,6 +435,10 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
                 needs=f"chunks = {built.MAX_CHUNKS}",
                 do=f"chunks = {built.MAX_CHUNKS}",
             )
+        )
+    if spec is not None and layout.loss == "chunked" and caps_logits(spec):
+        problems.append(
+            problem("E253", where="layout.loss", found=f'loss=chunked, but "{spec.name}" caps its logits')
         )
     if spec is not None and layout.pp > 1 and spec.family not in built.PIPELINE_FAMILIES:
         problems.append(

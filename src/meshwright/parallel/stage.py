@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.loss import IGNORE, chunked_loss_sum
 
+
 class StageBlocks(nn.ModuleList):
     """The blocks of one stage under their global indices; iterates and slices like the whole list."""
 
@@ -114,9 +115,7 @@ class StageModule(nn.Module):
         """Return hidden states, or the summed loss on the last stage (see the class)."""
         with self.forward_context():
             if self.chunked_loss and labels is not None:
-                return chunked_loss_sum(
-                    self.causal_lm.get_submodule(self.head_path), self._hidden(x), labels
-                )
+                return chunked_loss_sum(self.causal_lm.get_submodule(self.head_path), self._hidden(x), labels)
             out = self.logits(x) if self.is_last else self._hidden(x).to(self.wire_dtype)
         if not self.is_last and out._is_view():
             # FSDP2 hooks onto the output, and an in-place use of a view would lose that hook.

@@ -14,9 +14,8 @@ from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.fast import Columns, columns
 from meshwright.cost.pieces import Pricer, make_pricer
 from meshwright.cost.predict import OOM_GATE, oom_probability
-from meshwright.layout import built
 from meshwright.layout.batch import Batch, derive_batch
-from meshwright.layout.check import check
+from meshwright.layout.check import caps_logits, check
 from meshwright.layout.layout import Layout
 
 NOTEWORTHY: Final = 0.01
@@ -99,29 +98,26 @@ def _compare(
 
 
 def change_that_fits(pricer: Pricer, layout: Layout, batch: Batch) -> str:
-    """Return the cheapest change after which a layout fits: one policy, then more devices, then more memory.
-
-    A change that the runtime cannot run so far is named as such.
-    """
+    """Return the cheapest change after which a layout fits: one policy, then more devices, then more memory."""
     capacity = pricer.cluster.device.memory.value
     plain = replace(layout, cut="auto")
     here = columns(pricer, [plain], [batch])
     peak, step = float(here.peak[0]), float(here.step[0])
     short = format_bytes(peak - capacity) if peak > capacity else "the safety margin"
-    best: tuple[bool, float, str] | None = None
+    best: tuple[float, str] | None = None
     for name, changed in _changes(plain, batch):
+        if name == "loss=chunked" and caps_logits(pricer.spec):
+            continue
         priced = _price(pricer, changed, batch)
         if priced is None or oom_probability(float(priced.peak[0]), capacity) > OOM_GATE:
             continue
-        runs = name.split("=")[0] != "recompute" or "full" in built.OPTIONS["recompute"]
         slower = float(priced.step[0]) / step - 1.0
         word = "slower" if slower >= 0 else "faster"
         text = f"{name} would make it fit: peak {format_bytes(float(priced.peak[0]))}, {abs(100 * slower):.0f} % {word}"
-        text += "" if runs else " (recompute cannot run yet)"
-        if best is None or (not runs, slower) < best[:2]:
-            best = (not runs, slower, text)
+        if best is None or slower < best[0]:
+            best = (slower, text)
     if best is not None:
-        return f"It is short of {short}. {best[2]}."
+        return f"It is short of {short}. {best[1]}."
     more = _more_devices(pricer, plain, batch)
     if more:
         return f"It is short of {short}. {more}"
@@ -148,6 +144,8 @@ def _changes(layout: Layout, batch: Batch) -> list[tuple[str, Layout]]:
         out.append(("schedule=1f1b", replace(layout, schedule="1f1b")))
     if layout.recompute != "full":
         out.append(("recompute=full", replace(layout, recompute="full")))
+    if layout.loss == "eager":
+        out.append(("loss=chunked", replace(layout, loss="chunked")))
     return out
 
 

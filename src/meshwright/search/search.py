@@ -17,7 +17,7 @@ from meshwright.cost.pieces import STATE_BYTES, Pricer, make_pricer
 from meshwright.cost.predict import OOM_GATE, fits, oom_probability, predict_with
 from meshwright.cost.reason import binding, memory_sentence, time_sentence
 from meshwright.layout.batch import Batch, derive_batch
-from meshwright.layout.check import check
+from meshwright.layout.check import caps_logits, check
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout, written_keys
 from meshwright.model.spec import ModelSpec
@@ -107,6 +107,27 @@ def search(
     priced = columns(pricer, [layouts[i] for i in kept], [batches[i] for i in kept])
     capacity = cluster.device.memory.value
     fitting = np.array([oom_probability(float(p), capacity) <= OOM_GATE for p in priced.peak])
+    if not fitting.any() and "loss" not in pins and not caps_logits(spec):
+        found = search(
+            spec,
+            cluster,
+            seq_len,
+            global_batch,
+            ",".join(x for x in (fix.strip(), "loss=chunked") if x),
+            objective,
+            precision,
+            top,
+            model_path,
+            include_unbuilt,
+        )
+        if found.plans:  # the loss alone decides it
+            return replace(
+                found,
+                searched=found.searched + len(kept),
+                bounded=found.bounded + bounded,
+                legal=found.legal + len(layouts),
+                seconds=time.perf_counter() - started,
+            )
     batches = [batches[i] for i in kept]
     context = _Context(spec, cluster, pricer, priced, batches, fitting, objective, model_path)
     plans: list[Plan] = []

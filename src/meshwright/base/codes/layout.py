@@ -261,8 +261,8 @@ axes have their rank arithmetic and rules, and the planner may price them.""",
         why="Meshwright can plan it but not run it so far",
         needs="a value that is built",
         do="leave the key out",
-        page="""What runs now: chunks=1, loss=eager, recompute=none, offload=none, compile=off, schedule=gpipe or 1f1b,
-and precision fp32, bf16, fp16 and fp64.""",
+        page="""What runs now: chunks=1, loss=eager or chunked, any recompute, offload=none, compile=off,
+schedule=gpipe or 1f1b, and precision fp32, bf16, fp16 and fp64.""",
     ),
     CodeInfo(
         code="E252",
@@ -273,6 +273,16 @@ and precision fp32, bf16, fp16 and fp64.""",
         do="pp=1 with dp and zero",
         page="""Cut in stages now: llama, mistral, qwen2, qwen3, gpt2, mixtral, qwen3_moe, phi3. Other families run with
 data parallelism and ZeRO.""",
+    ),
+    CodeInfo(
+        code="E253",
+        title="The chunked loss of a model that caps its logits is not built",
+        kind="code",
+        why="the chunked loss multiplies with the head itself, and would leave the cap out",
+        needs="a model without final_logit_softcapping, or loss=eager",
+        do="loss=eager",
+        page="""Gemma-2 passes its logits through a scaled tanh after the head. loss=chunked computes head and loss
+together, by chunks of tokens, from the head's weight alone; it does not know the cap, so it is refused.""",
     ),
     CodeInfo(
         code="W201",
