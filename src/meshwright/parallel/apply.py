@@ -1,6 +1,6 @@
 """The one fixed order in which a plan becomes a running model on one rank.
 
-build -> freeze -> cut the stage -> move -> data parallel (replicate or ZeRO) -> pipeline -> tied pair.
+build -> freeze -> cut the stage -> cut by the tensor axis -> move -> data parallel (replicate or ZeRO) -> pipeline -> tied pair.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from meshwright.base.axes import TIED
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.layout.precision import PrecisionTable, precision_table
 from meshwright.mesh.device_mesh import MeshView
+from meshwright.model.sharding import tp_copies
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.build import build_model, frozen_names
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import dtype_of, forward_context
 from meshwright.parallel.replicate import Replicate
 from meshwright.parallel.stage import StageModule, cut_stage, get_module, logical_name
+from meshwright.parallel.tensor import TensorAxis, shard_tensors
 from meshwright.parallel.tied import local, sum_tied_gradient
 from meshwright.parallel.zero import Zero, shard
 from meshwright.program.plan import Plan
@@ -60,6 +62,7 @@ class ParallelModel:
     owned: frozenset[str]
     decays: frozenset[str]
     tied_weight: nn.Parameter | None = None
+    tensor: TensorAxis | None = None
     on_action: Callable[[str], None] = field(default=_silent)
     executed: list[str] = field(default_factory=list[str])
 
@@ -93,8 +96,12 @@ class ParallelModel:
             sums = self._accumulate(inputs_ABT, labels_ABT, scale)
         return self._total(sums)
 
+    def tp_part(self, name: str, full: Tensor) -> Tensor:
+        """Return what this rank's coordinate on the tensor axis holds of the logical tensor ``name``."""
+        return full if self.tensor is None else self.tensor.part(name, full)
+
     def _total(self, sums: list[Tensor]) -> Tensor:
-        if not sums:
+        if not sums or self.view.coords["tp"] != 0:  # every rank of a tensor axis has the same sum
             return torch.zeros((), dtype=torch.float64, device=self.view.device)
         return torch.stack([s.to(torch.float64) for s in sums]).sum()
 
@@ -116,8 +123,10 @@ class ParallelModel:
         self.on_action(action)
 
     def finish_gradients(self) -> None:
-        """Complete the step's gradients: what data parallelism still owes, then the tied pair."""
+        """Complete the step's gradients: data parallelism, then the tensor axis, then the tied pair."""
         self.data.finish()
+        if self.tensor is not None:
+            self.tensor.sum_gradients(self.params)
         if self.tied_weight is not None and self.tied_weight.requires_grad:
             sum_tied_gradient(self.tied_weight, self.view.groups[TIED])
 
@@ -198,6 +207,7 @@ def apply_plan(
         p.requires_grad_(name not in frozen)
     module = cut_stage(causal_lm, spec, layout.cut_layers, view.stage, dtype_of(table.wire))
     module.forward_context = lambda: forward_context(table, view.device.type)
+    tensor = shard_tensors(module, spec, view) if layout.tp > 1 else None
     module.to(view.device)
     shapes = {logical_name(n): tuple(p.shape) for n, p in module.named_parameters()}
     decays = frozenset(n for n, shape in shapes.items() if len(shape) >= 2)
@@ -220,6 +230,7 @@ def apply_plan(
         owned=_owned(spec, view, params),
         decays=decays,
         tied_weight=tied,
+        tensor=tensor,
         on_action=on_action,
     )
     if layout.pp > 1:
@@ -258,10 +269,15 @@ def _data_parallel(
 
 
 def _owned(spec: ModelSpec, view: MeshView, params: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names whose local elements this rank counts: replica 0 only, and a tied copy nowhere."""
+    """Return the names whose local elements this rank counts: the first copy only, and a tied copy nowhere."""
     if view.coords["dp_replicate"] != 0:
         return frozenset()
-    copies = {t.name for t in spec.tensors() if t.tied_to is not None}
+    degree, at = view.layout.tp, view.coords["tp"]
+    copies = {
+        t.name
+        for t in spec.tensors()
+        if t.tied_to is not None or at % tp_copies(t, degree, spec.attention) != 0
+    }
     return frozenset(n for n in params if n not in copies)
 
 

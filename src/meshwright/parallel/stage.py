@@ -94,6 +94,7 @@ class StageModule(nn.Module):
         self.base_path = spec.paths.base
         self.head_path = spec.paths.head
         self.forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.loss_sum: Callable[[Tensor, Tensor], Tensor] = token_loss_sum
 
     @property
     def is_whole(self) -> bool:
@@ -101,7 +102,7 @@ class StageModule(nn.Module):
         return self.is_first and self.is_last
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return logits [B, T, V] of the last stage."""
+        """Return logits [B, T, V] of the last stage (this rank's columns of V where a tensor axis cuts it)."""
         if self.is_whole:
             return self.causal_lm(input_ids=x, use_cache=False).logits
         head = self.causal_lm.get_submodule(self.head_path)
@@ -119,7 +120,7 @@ class StageModule(nn.Module):
         if not self.is_last and out._is_view():
             # FSDP2 hooks onto the output, and an in-place use of a view would lose that hook.
             out = out.clone()
-        return out if labels is None else token_loss_sum(out, labels)
+        return out if labels is None else self.loss_sum(out, labels)
 
 
 def cut_stage(

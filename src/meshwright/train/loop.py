@@ -236,7 +236,7 @@ def evaluate(model: ParallelModel, task: TrainTask) -> float | None:
         inputs = torch.from_numpy(part.input_ids).to(model.view.device)
         labels = torch.from_numpy(part.labels).to(model.view.device)
         total[0] += model.evaluate(inputs, labels)
-        if model.view.stage == 0:
+        if model.view.counts_batch:
             total[1] += part.valid_tokens
     loss_sum, valid = sum_over_world(total, model).tolist()
     return loss_sum / valid if valid else None
