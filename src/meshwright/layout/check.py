@@ -454,10 +454,14 @@ def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
         families = "one of " + ", ".join(built.TENSOR_FAMILIES) + ", or tp = 1"
         reasons.append((f'tp = {tp} with "{spec.name}" of family {spec.family}', families, dp_instead))
     if spec.dropout:
-        what = f"dropout {spec.dropout:g} with tp = {tp}: masks would repeat over the heads of different ranks"
+        what = (
+            f"dropout {spec.dropout:g} with tp = {tp}: masks would repeat over the heads of different ranks"
+        )
         reasons.append((what, "dropout 0, or tp = 1", "dropout = 0"))
     if (tp - 1) * -(-spec.vocab_size // tp) >= spec.vocab_size:
-        what = f"{spec.vocab_size} rows of vocabulary over tp = {tp}: {-(-spec.vocab_size // tp)} on each rank "
+        what = (
+            f"{spec.vocab_size} rows of vocabulary over tp = {tp}: {-(-spec.vocab_size // tp)} on each rank "
+        )
         legal = [t for t in divisors(spec.num_heads) if (t - 1) * -(-spec.vocab_size // t) < spec.vocab_size]
         reasons.append((what + "leave the last without any", "rows on each rank", f"tp = {legal[-1]}"))
     return [problem("E253", where="layout.tp", found=f, needs=n, do=d) for f, n, d in reasons]

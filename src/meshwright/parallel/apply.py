@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from meshwright.base.axes import TIED
 from meshwright.base.errors import MeshwrightError, problem
@@ -35,6 +34,11 @@ from meshwright.schedule.text import parse_schedule
 def _multiply(tensors: list[Tensor], factor: float) -> None:
     """Multiply all tensors in place (one call for all of them: a private name of torch, see ``mesh.contract``)."""
     torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """Return the norm of each tensor (one call for all of them); summing them up is left to float64."""
+    return torch.stack(torch._foreach_norm(tensors))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _silent(_: str) -> None:
@@ -160,7 +164,7 @@ class ParallelModel:
         grads = [g for g in grads if g.numel()]
         if not grads:
             return torch.zeros((), dtype=torch.float64, device=self.view.device)
-        return get_total_norm(grads).to(torch.float64) ** 2
+        return _norms(grads).to(torch.float64).square().sum()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient of this rank by ``factor`` in place."""

@@ -68,7 +68,11 @@ class _Transposed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
+        ctx: Any,
+        x: Tensor,
+        group: dist.ProcessGroup,
+        forward: Callable[..., Tensor],
+        backward: Callable[..., Tensor],
     ) -> Tensor:
         ctx.group, ctx.transpose = group, backward
         return forward(x, group)
@@ -89,7 +93,9 @@ class _VocabLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, group: dist.ProcessGroup, start: int) -> Tensor:
+    def forward(
+        ctx: Any, logits_NV: Tensor, labels_N: Tensor, group: dist.ProcessGroup, start: int
+    ) -> Tensor:
         valid_N = labels_N != IGNORE
         high_N = logits_NV.amax(-1)
         dist.all_reduce(high_N, op=dist.ReduceOp.MAX, group=group)
@@ -138,12 +144,19 @@ class TensorAxis:
 
     def part(self, name: str, full: Tensor) -> Tensor:
         """Return this rank's part of the logical tensor ``name`` (a copy where it is cut)."""
+        where = self.place_of(name)
+        if where is None:
+            return full
+        _, dim, ranges = where
+        return torch.cat([full.narrow(dim, start, size) for start, size in ranges], dim).contiguous()
+
+    def place_of(self, name: str) -> tuple[tuple[int, ...], int, tuple[tuple[int, int], ...]] | None:
+        """Return (logical shape, dim that is cut, (start, size) of each part held here), or None for a copy."""
         tensor = self.tensors[name]
         dim = rule(tensor).tp_dim
         if dim is None:
-            return full
-        ranges = tp_ranges(tensor, self.degree, self.index, self.spec.attention)
-        return torch.cat([full.narrow(dim, start, size) for start, size in ranges], dim).contiguous()
+            return None
+        return tensor.shape, dim, tp_ranges(tensor, self.degree, self.index, self.spec.attention)
 
     def sum_gradients(self, params: Mapping[str, nn.Parameter]) -> None:
         """Complete the gradients that are partial sums, in place.
@@ -187,7 +200,9 @@ def shard_tensors(module: StageModule, spec: ModelSpec, view: MeshView) -> Tenso
     _narrow(module, axis)
     root = module.causal_lm
     if module.is_first:
-        _cut_embedding(get_module(root, spec.paths.embedding), axis, tensors[f"{spec.paths.embedding}.weight"])
+        _cut_embedding(
+            get_module(root, spec.paths.embedding), axis, tensors[f"{spec.paths.embedding}.weight"]
+        )
     if module.is_last:
         head = tensors[f"{spec.paths.head}.weight"]
         start = tp_ranges(head, axis.degree, axis.index, spec.attention)[0][0]
@@ -215,7 +230,10 @@ def _narrow(module: nn.Module, axis: TensorAxis) -> None:
 
 
 def _before(
-    module: nn.Module, group: dist.ProcessGroup, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    forward: Callable[..., Tensor],
+    backward: Callable[..., Tensor],
 ) -> None:
     """Communicate the hidden states that ``module`` is called with."""
 
@@ -229,7 +247,10 @@ def _before(
 
 
 def _after(
-    module: nn.Module, group: dist.ProcessGroup, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    forward: Callable[..., Tensor],
+    backward: Callable[..., Tensor],
 ) -> None:
     """Communicate the hidden states that ``module`` returns (alone or first of a tuple)."""
 

@@ -137,9 +137,7 @@ class _Deriver:
             yield self._message(action)
 
     def _tensor(self, stage: int, k: int | None, phase: Literal["forward", "backward"]) -> Iterator[Op]:
-        yield from micro_batch_collectives(
-            self.spec, self.layout, self.batch, stage, k, self.frozen, phase
-        )
+        yield from micro_batch_collectives(self.spec, self.layout, self.batch, stage, k, self.frozen, phase)
 
     def _gathers(self, stage: int, k: int | None, phase: str) -> Iterator[Op]:
         if self.shards == 1:

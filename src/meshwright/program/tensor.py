@@ -71,13 +71,17 @@ def micro_batch_collectives(
                 name = f"{pair} of layer {layer}"
                 if layout.sp:
                     yield send("all_gather", hidden, f"hidden states into {name}")
-                yield send("reduce_scatter" if layout.sp else "all_reduce", summed, f"partial sums out of {name}")
+                yield send(
+                    "reduce_scatter" if layout.sp else "all_reduce", summed, f"partial sums out of {name}"
+                )
         if layout.sp:
             yield send("all_gather", hidden, "hidden states after the last layer of the stage")
         if last:
             size = 8 if layout.precision == "fp64" else 4
             yield send("all_reduce", tokens * size, "largest logit of each token")
-            yield send("all_reduce", 2 * tokens * size, "sum of exponentials and target's logit of each token")
+            yield send(
+                "all_reduce", 2 * tokens * size, "sum of exponentials and target's logit of each token"
+            )
         return
     if last:
         yield send("all_reduce", hidden, "gradient of the head's input")
@@ -116,7 +120,11 @@ def _flow(block: BlockSpec, pair: str, before: bool, frozen: Collection[str]) ->
 
 
 def step_collectives(
-    spec: ModelSpec, layout: Layout, stages: Collection[int], rank_shard: tuple[int, int], frozen: Collection[str]
+    spec: ModelSpec,
+    layout: Layout,
+    stages: Collection[int],
+    rank_shard: tuple[int, int],
+    frozen: Collection[str],
 ) -> Iterator[Collective]:
     """Yield the all_reduce of the gradients that are partial sums on ``tp``, once per step.
 
