@@ -106,7 +106,7 @@ def test_requests_that_cannot_be():
     assert codes(objective="cost") == ["E410"]
     assert codes(fix="tpp=2") == ["E111"]
     assert "E409" in codes(fix="dp=3")
-    assert {"E409", "E250"} <= set(codes(fix="tp=2"))
+    assert {"E409", "E250"} <= set(codes(fix="cp=2"))
 
 
 def test_cost_with_a_price():

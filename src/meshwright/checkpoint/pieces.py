@@ -30,6 +30,7 @@ class Pieces(Tensor):
     def __new__(
         cls, shape: Sequence[int], like: Tensor, pieces: list[tuple[tuple[int, ...], Tensor]]
     ) -> Pieces:
+        """Return a tensor of ``shape`` with ``like``'s dtype and device, and these pieces."""
         out: Pieces = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls, torch.Size(shape), dtype=like.dtype, device=like.device
         )

@@ -1,6 +1,7 @@
 """The one fixed order in which a plan becomes a running model on one rank.
 
-build -> freeze -> cut the stage -> cut by the tensor axis -> move -> data parallel (replicate or ZeRO) -> pipeline -> tied pair.
+build -> freeze -> cut the stage -> cut by the tensor axis -> move -> data parallel (replicate or ZeRO) -> pipeline
+-> tied pair.
 """
 
 from __future__ import annotations

@@ -86,7 +86,8 @@ def micro_batch_collectives(
     if last:
         yield send("all_reduce", hidden, "gradient of the head's input")
     flows = stage > 0 or any(t.name not in frozen for t in spec.embedding)
-    entry, steps = flows, []
+    entry = flows
+    steps: list[tuple[str, bool, bool]] = []
     for layer in stage_layers(layout, stage):
         for pair in PAIRS:
             into, inside, flows = _flow(spec.blocks[layer], pair, flows, frozen)

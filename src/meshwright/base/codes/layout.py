@@ -281,7 +281,7 @@ data parallelism and ZeRO.""",
         why="a family's modules must be known to be cut over tp",
         needs="a family that is built, no dropout, and vocabulary rows for every rank; or tp=1",
         do="tp=1 with dp, zero or pp",
-        page="""Cut over tp now: llama, mistral, qwen2, qwen3, gpt2. Experts and the fused matrices of other families are not.
+        page="""Cut over tp now: llama, mistral, qwen2, qwen3, gpt2; not experts, nor other families' fused matrices.
 With dropout, ranks would draw the same masks for different heads, which is not what one device computes.
 Vocabulary rows are cut ceil(rows / tp) to a rank; a vocabulary so small that the last rank gets none is refused.
 Other models run with data parallelism, ZeRO and, by family, pipelines.""",
