@@ -160,7 +160,7 @@ def test_h175_what_is_not_built_is_refused_and_named() -> None:
         f"layout.{k}"
         for k in ("tp", "cp", "ep", "schedule", "loss", "recompute", "offload", "compile", "chunks", "pp")
     )
-    assert {p.code for p in problems} == {"E250", "E251", "E252"}
+    assert {p.code for p in problems} == {"E250", "E251", "E252", "E253"}
     assert "schedule=gpipe | 1f1b" in "\n".join(p.needs for p in problems)
 
 
@@ -183,7 +183,7 @@ def test_cluster_rules() -> None:
 
 
 def test_every_layout_code_is_triggered_somewhere() -> None:
-    here = {case[2] for case in CASES} | {"E215", "E250", "E251", "E252", "W206"}
+    here = {case[2] for case in CASES} | {"E215", "E250", "E251", "E252", "E253", "W206"}
     batch = {"E220", "E221", "E222", "E224"}
     assert {info.code for info in codes.CODES} == (here | batch) - {"W301"}
 

@@ -66,7 +66,7 @@ def test_fix_pins_keys():
 def test_what_cannot_run_is_priced_only_when_asked():
     plain = search(LLAMA, A100, 2048, 64, top=50)
     more = search(LLAMA, A100, 2048, 64, top=50, include_unbuilt=True)
-    assert {p.layout.tp for p in plain.plans} == {1}
+    assert {p.layout.cp for p in plain.plans} == {1}
     assert more.searched > plain.searched
     assert more.plans[0].prediction is not None
     assert plain.plans[0].prediction is not None
@@ -82,8 +82,10 @@ def change(found: SearchResult) -> str:
 
 def test_nothing_fits_names_the_change():
     big = read_model("llama-2-70b")
-    assert "recompute=full" in change(search(big, read_cluster("a100-80gb-x8", 64), 4096, 1024))
-    assert "GPUs" in change(search(read_model("llama-2-13b"), read_cluster("v100-32gb-x8"), 2048, 64))
+    assert "recompute=full" in change(search(big, read_cluster("a100-80gb-x8", 64), 4096, 1024, fix="tp=1"))
+    assert "GPUs" in change(
+        search(read_model("llama-2-13b"), read_cluster("v100-32gb-x8"), 2048, 64, fix="tp=1")
+    )
     assert "zero=3" in change(search(LLAMA, A100, 2048, 64, fix="dp=8,zero=2,micro_batch=1"))
     assert "micro_batch=1" in change(search(LLAMA, A100, 2048, 64, fix="dp=8,zero=3,micro_batch=2"))
 

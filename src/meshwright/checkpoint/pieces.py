@@ -84,7 +84,7 @@ def in_pieces(tensor: Tensor, shape: Sequence[int], dim: int, ranges: Sequence[t
         offsets = [0] * len(shape)
         if dim == 0:  # rows first .. first + local of it are here
             low, high = max(at, first), min(at + size, first + local.shape[0])
-            piece = local.narrow(0, max(low - first, 0), max(high - low, 0))
+            piece = local.narrow(0, low - first, high - low) if low < high else local.narrow(0, 0, 0)
             offsets[0] = start + low - at
         else:
             piece = local.narrow(dim, at, size)
