@@ -77,6 +77,16 @@ hang; the refusal points at the first cell that can never start and says what it
 pp to the number of its rows, and global batch or micro_batch so that accumulation is its number of micro-batches.""",
     ),
     CodeInfo(
+        code="E308",
+        title="DualPipeV has too few micro-batches",
+        kind="math",
+        why="its two directions fill the pipeline with 2p forwards before they can alternate",
+        needs="accumulation >= 2 * pp",
+        do="a larger global batch, a smaller micro_batch, or schedule=zbv",
+        page="""DualPipeV alternates forwards of a rank's first stage with backwards of its second. Before that starts,
+2 * pp micro-batches are on their way. zbv has the same stages per rank and runs with any number of micro-batches.""",
+    ),
+    CodeInfo(
         code="W301",
         title="Fewer micro-batches than pipeline stages",
         kind="cost",
