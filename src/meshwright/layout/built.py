@@ -11,7 +11,7 @@ AXES: Final = frozenset({"dp", "pp"})
 
 OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "schedule": ("gpipe", "1f1b"),
+        "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"),
         "loss": ("eager",),
         "recompute": ("none",),
         "offload": ("none",),
@@ -20,9 +20,6 @@ OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     }
 )
 """Values that run, by key of the layout text; a schedule file (``@FILE``) runs too."""
-
-MAX_CHUNKS: Final = 1
-"""Stages per pipeline rank."""
 
 PIPELINE_FAMILIES: Final = (
     "llama",

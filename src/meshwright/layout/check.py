@@ -417,19 +417,9 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
                     where=f"layout.{key}",
                     found=f"{key}={value} cannot run yet",
                     needs=f"{key}={' | '.join(works)}",
-                    do=f"{key}={works[-1] if key == 'schedule' else works[0]}",
+                    do=f"{key}={'1f1b' if key == 'schedule' else works[0]}",
                 )
             )
-    if layout.chunks > built.MAX_CHUNKS:
-        problems.append(
-            problem(
-                "E251",
-                where="layout.chunks",
-                found=f"chunks = {layout.chunks} cannot run yet",
-                needs=f"chunks = {built.MAX_CHUNKS}",
-                do=f"chunks = {built.MAX_CHUNKS}",
-            )
-        )
     if spec is not None and layout.pp > 1 and spec.family not in built.PIPELINE_FAMILIES:
         problems.append(
             problem(

@@ -43,8 +43,8 @@ class MeshView:
         return self.coords["dp_replicate"] * self.layout.dp_shard + self.coords["dp_shard"]
 
     @property
-    def stage(self) -> int:
-        """The pipeline stage (one per rank)."""
+    def pp_rank(self) -> int:
+        """Place in the pipeline; the schedule says which stages live there."""
         return self.coords["pp"]
 
     def submesh(self, *axes: str) -> DeviceMesh | None:
@@ -62,7 +62,7 @@ class MeshView:
 def build_mesh(layout: Layout, rank: int, device_type: str = "cpu", *, tied: bool = False) -> MeshView:
     """Return this rank's view of the mesh of ``layout``; every rank must call it.
 
-    ``tied``: also make the pair groups {first stage, last stage} that sum a tied embedding's gradient.
+    ``tied``: also make the pair groups {first, last rank of a pipeline} that sum a tied embedding's gradient.
 
     Communication: creates process groups (no payload).
     """

@@ -122,6 +122,45 @@ class StageModule(nn.Module):
         return out if labels is None else token_loss_sum(out, labels)
 
 
+def cut_stages(
+    causal_lm: nn.Module,
+    spec: ModelSpec,
+    layers: Sequence[int],
+    stages: Sequence[int],
+    wire_dtype: torch.dtype,
+) -> dict[int, StageModule]:
+    """Return several stages of one ``causal_lm``: each has its own shell around its own blocks, nothing is copied.
+
+    A tied embedding and head on two of the stages become two parameters of equal value.
+    """
+    shells = {stage: causal_lm if len(stages) == 1 else _shell(causal_lm, spec) for stage in stages}
+    return {stage: cut_stage(shells[stage], spec, layers, stage, wire_dtype) for stage in stages}
+
+
+def _shell(causal_lm: nn.Module, spec: ModelSpec) -> nn.Module:
+    """Return ``causal_lm`` with the modules that hold stage parts copied, and all they hold shared."""
+    paths = spec.paths
+    parts = [paths.base, paths.blocks, paths.embedding, paths.final_norm, paths.head, *paths.embedding_extras]
+    parts += [paths.positions] if paths.positions else []
+    parents: set[str] = {paths.base}
+    for part in parts:
+        names = part.split(".")[:-1]
+        parents |= {".".join(names[: n + 1]) for n in range(len(names))}
+    shell = _shallow(causal_lm)
+    for path in sorted(parents - {""}, key=lambda p: p.count(".")):
+        set_module(shell, path, _shallow(get_module(shell, path)))
+    return shell
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """Return a copy of ``module`` with registers of its own, which hold the same parameters and modules."""
+    out = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, dict):  # registers of parameters, buffers, modules and hooks
+            out.__dict__[name] = copy.copy(value)  # pyright: ignore[reportUnknownArgumentType]
+    return out
+
+
 def cut_stage(
     causal_lm: nn.Module, spec: ModelSpec, layers: Sequence[int], stage: int, wire_dtype: torch.dtype
 ) -> StageModule:
@@ -141,7 +180,9 @@ def cut_stage(
         if not first:
             weight = head.get_parameter("weight")
             if spec.tied_embeddings and last:
-                head.register_parameter("weight", nn.Parameter(weight.detach(), weight.requires_grad))
+                head = _shallow(head)
+                head.register_parameter("weight", nn.Parameter(weight.detach().clone(), weight.requires_grad))
+                set_module(causal_lm, spec.paths.head, head)
             set_module(causal_lm, spec.paths.embedding, nn.Identity())
             if spec.paths.positions:
                 set_module(causal_lm, spec.paths.positions, NoPositions(spec.hidden_size))

@@ -118,8 +118,7 @@ def _distance(a: float, b: float) -> float:
 def _stages(proofs: Sequence[RankProof]) -> dict[str, int]:
     stages: dict[str, int] = {}
     for proof in proofs:
-        found: Mapping[str, TensorDiff] = proof.gradients[0]
-        stages |= dict.fromkeys(found, proof.stage)
+        stages |= {n: s for n, s in proof.stage_of.items() if n in proof.gradients[0]}
     return stages
 
 
