@@ -18,6 +18,7 @@ from meshwright.layout.layout import Layout
 from meshwright.layout.precision import precision_table
 from meshwright.layout.ranks import group, nodes_of
 from meshwright.model.spec import ModelSpec
+from meshwright.schedule.generate import check_chunks, check_micro_batches
 
 SPLIT_BACKWARD = ("zb-h1", "zbv", "dualpipev")
 """Schedules that run a backward in two halves."""
@@ -242,17 +243,11 @@ def _pipeline(layout: Layout) -> list[Problem]:
         problems.append(
             problem("E216", where="layout.zero", found=f"zero = 3 with schedule={layout.schedule}")
         )
-    chunks, schedule = layout.chunks, layout.schedule
-    wrong = (
-        (schedule in ("gpipe", "1f1b", "zb-h1") and chunks != 1)
-        or (schedule in ("zbv", "dualpipev") and chunks != 2)
-        or (schedule == "interleaved" and chunks < 2)
-    )
-    if wrong:
-        do = "chunks = 1, or schedule=interleaved" if schedule in ("gpipe", "1f1b", "zb-h1") else "chunks = 2"
-        problems.append(
-            problem("E223", where="layout.chunks", found=f"chunks = {chunks} with schedule={schedule}", do=do)
-        )
+    problems += check_chunks(layout.schedule, layout.chunks)
+    if layout.pp == 1 and layout.chunks > 1 and not problems:
+        found = f"chunks = {layout.chunks} with schedule={layout.schedule} and pp = 1"
+        do = "pp = 2 or more, or schedule=1f1b,chunks = 1"
+        problems.append(problem("E223", where="layout.chunks", found=found, do=do))
     return problems
 
 
@@ -319,17 +314,7 @@ def _micro_batches(spec: ModelSpec, layout: Layout, batch: Batch) -> list[Proble
     p, m = layout.pp, batch.accumulation
     if p == 1:
         return []
-    problems: list[Problem] = []
-    if layout.schedule == "interleaved" and m % p:
-        problems.append(
-            problem(
-                "E218",
-                where="batch",
-                found=f"accumulation = {m} is not a multiple of pp = {p}",
-                do=f"accumulation = {_multiples(m, p)}: global batch = "
-                + _multiples(batch.global_batch, p * batch.dp * batch.micro_batch),
-            )
-        )
+    problems = check_micro_batches(layout.schedule, p, m, batch.dp * batch.micro_batch)
     stages = layout.num_stages
     if m < stages:
         share = (p - 1) / (m * layout.chunks + p - 1)

@@ -64,7 +64,9 @@ NAMES: Final[tuple[PrivateName, ...]] = (
         "parallel.pipeline",
     ),
     PrivateName(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup.post_backward", "parallel.zero"
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        "FSDPParamGroup.post_backward",
+        "parallel.zero",
     ),
     PrivateName(
         "torch.distributed.fsdp._fully_shard._fsdp_state",

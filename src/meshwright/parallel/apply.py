@@ -318,7 +318,7 @@ def _tied_pair(
 ) -> tuple[nn.Parameter, nn.Parameter] | None:
     """Return embedding and head of a tied embedding when both are parameters of this rank, else None."""
     pair = next((t for t in spec.tensors() if t.tied_to is not None), None)
-    if pair is None or pair.name not in params or pair.tied_to not in params:
+    if pair is None or pair.tied_to is None or pair.name not in params or pair.tied_to not in params:
         return None
     return params[pair.tied_to], params[pair.name]
 

@@ -21,7 +21,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def sum_local_pair(weight: nn.Parameter, copy: nn.Parameter) -> None:
     """Sum the gradients of a tied embedding's two copies when both are on this rank (a V-shaped pipeline)."""
-    assert weight.grad is not None and copy.grad is not None
+    assert weight.grad is not None
+    assert copy.grad is not None
     local(weight.grad).add_(local(copy.grad))
     local(copy.grad).copy_(local(weight.grad))
 

@@ -132,10 +132,22 @@ def _from_file(layout: Layout, batch: Batch) -> Schedule:
             sequences = found * batch.dp * batch.micro_batch
             do = f"pp = {found}" if key == "pp" else f"global batch = {sequences}"
             if what == "stages":
-                do = f"chunks = {found // layout.pp}" if found % layout.pp == 0 else "as many stages on each row"
+                whole = found % layout.pp == 0
+                do = (
+                    f"chunks = {found // layout.pp}"
+                    if whole
+                    else f"a number of stages that {layout.pp} divides"
+                )
             problems.append(
                 problem("E307", where=where, found=f"{found} {what}, but {key} = {wanted}", do=do)
             )
+    empty = [str(rank) for rank, row in enumerate(schedule.rows) if not row]
+    if empty:
+        problems.append(
+            problem(
+                "E307", where=where, found=f"no action in row {', '.join(empty)}", do="a stage in each row"
+            )
+        )
     halves = any(a.kind in (ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD) for r in schedule.rows for a in r)
     if halves and layout.zero == 3:
         problems.append(

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.program.plan import Plan
 from meshwright.program.step import LedgerLine
-from meshwright.prove.parity import TensorDiff, merge_ranks, relative, worst_of
+from meshwright.prove.parity import merge_ranks, relative, worst_of
 from meshwright.prove.reference import Reference
 from meshwright.prove.sentinel import TOLERANCE, sentinel
 from meshwright.prove.worker import RankProof

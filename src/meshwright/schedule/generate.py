@@ -303,7 +303,9 @@ def check_chunks(name: str, chunks: int) -> list[Problem]:
     return [problem("E223", where="layout.chunks", found=f"chunks = {chunks} with schedule={name}", do=do)]
 
 
-def check_micro_batches(name: str, num_ranks: int, num_micro_batches: int, per_count: int = 0) -> list[Problem]:
+def check_micro_batches(
+    name: str, num_ranks: int, num_micro_batches: int, per_count: int = 0
+) -> list[Problem]:
     """Return E218 or E308 when a named schedule cannot run this number of micro-batches.
 
     ``per_count`` are the sequences of one micro-batch over all replicas, to name global batches that can (0: none).

@@ -47,7 +47,9 @@ def lower_forward(schedule: Schedule, num_micro_batches: int) -> tuple[tuple[Act
         tuple(
             a
             for a in row
-            if a.kind is ActionKind.FORWARD and a.micro_batch is not None and a.micro_batch < num_micro_batches
+            if a.kind is ActionKind.FORWARD
+            and a.micro_batch is not None
+            and a.micro_batch < num_micro_batches
         )
         for row in schedule.rows
     )
