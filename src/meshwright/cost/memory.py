@@ -54,6 +54,7 @@ class StageLoad:
         transient: bytes of gradients of activations inside the largest block's backward.
         boundary: bytes that the pipeline keeps for messages.
         logits: elements of one micro-batch's logits on this rank (0 but on the last stage).
+        losses: micro-batches whose log-softmax is kept (in flight on the last stage).
         storage, compute, reduce: bytes per element at rest, computing, and when reduced.
         autocast: 1 where weights are cast by autocast (zero = 0 in 16 bit), else 0.
     """
@@ -75,6 +76,7 @@ class StageLoad:
     transient: Floats
     boundary: Floats
     logits: Floats
+    losses: Floats
     storage: Floats
     compute: Floats
     reduce: Floats
@@ -121,7 +123,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     )
     acts = x.in_flight * x.activations
     # every other micro-batch in flight keeps its log-softmax
-    kept_logits = SAVED_LOGITS_BYTES * x.logits * np.maximum(x.in_flight - 1.0, 0.0)
+    kept_logits = SAVED_LOGITS_BYTES * x.logits * np.maximum(x.losses - 1.0, 0.0)
     # FSDP2 holds on to the last reduce-scatter's input (the root unit's) until the next micro-batch reduces
     stale = np.where((x.zero >= 2) & accumulates, x.reduce * x.root_trainable, 0.0)
     # stage 3 in forward: root and one block gathered, with the flat buffer it was gathered into

@@ -18,10 +18,7 @@ from meshwright.layout.layout import Layout
 from meshwright.layout.precision import precision_table
 from meshwright.layout.ranks import group, nodes_of
 from meshwright.model.spec import ModelSpec
-from meshwright.schedule.generate import check_chunks, check_micro_batches
-
-SPLIT_BACKWARD = ("zb-h1", "zbv", "dualpipev")
-"""Schedules that run a backward in two halves."""
+from meshwright.schedule.generate import SPLIT, check_chunks, check_micro_batches
 
 
 def check(
@@ -239,7 +236,7 @@ def _zero(layout: Layout) -> list[Problem]:
 
 def _pipeline(layout: Layout) -> list[Problem]:
     problems: list[Problem] = []
-    if layout.zero == 3 and layout.schedule in SPLIT_BACKWARD and layout.pp > 1:
+    if layout.zero == 3 and layout.schedule in SPLIT and layout.pp > 1:
         problems.append(
             problem("E216", where="layout.zero", found=f"zero = 3 with schedule={layout.schedule}")
         )

@@ -237,6 +237,9 @@ GENERATORS: Final[Mapping[str, Callable[[int, int, int], tuple[Row, ...]]]] = Ma
 )
 """Rows by name, from ranks, micro-batches and stages per rank."""
 
+SPLIT: Final = ("zb-h1", "zbv", "dualpipev")
+"""Schedules that run a backward in two halves."""
+
 V_SHAPED: Final = ("zbv", "dualpipev")
 """Schedules whose rank r owns stages r and 2p - 1 - r."""
 
