@@ -251,7 +251,7 @@ short stages per rank make the bubble smaller and send more often.""",
         why="Meshwright can plan it but not run it so far",
         needs="axes that are built: dp (with zero and shard) and pp",
         do="set the degree to 1 and use dp, zero or pp",
-        page="""What runs now: dp with zero=0, 1, 2, 3 and shard (HSDP), and pp with schedule gpipe or 1f1b. The other
+        page="""What runs now: dp with zero=0, 1, 2, 3 and shard (HSDP), and pp with every schedule. The other
 axes have their rank arithmetic and rules, and the planner may price them.""",
     ),
     CodeInfo(
@@ -261,7 +261,7 @@ axes have their rank arithmetic and rules, and the planner may price them.""",
         why="Meshwright can plan it but not run it so far",
         needs="a value that is built",
         do="leave the key out",
-        page="""What runs now: chunks=1, loss=eager, recompute=none, offload=none, compile=off, schedule=gpipe or 1f1b,
+        page="""What runs now: loss=eager, recompute=none, offload=none, compile=off, every schedule,
 and precision fp32, bf16, fp16 and fp64.""",
     ),
     CodeInfo(
