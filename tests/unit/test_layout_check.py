@@ -159,7 +159,7 @@ def test_h175_what_is_not_built_is_refused_and_named() -> None:
     assert sorted(p.where for p in problems) == sorted(
         f"layout.{k}" for k in ("tp", "cp", "ep", "schedule", "loss", "offload", "compile", "chunks", "pp")
     )
-    assert {p.code for p in problems} == {"E250", "E251", "E252"}
+    assert {p.code for p in problems} == {"E250", "E251", "E252", "E253"}
     assert "schedule=gpipe | 1f1b" in "\n".join(p.needs for p in problems)
 
 
@@ -167,7 +167,7 @@ def test_a_chunked_loss_is_refused_where_logits_are_capped() -> None:
     gemma = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
     layout = parse_layout("dp=2,loss=chunked")
     (capped,) = check_built(layout, llama(**gemma))
-    assert (capped.code, capped.kind) == ("E253", Kind.CODE)
+    assert (capped.code, capped.kind) == ("E254", Kind.CODE)
     assert check_built(layout, llama(**gemma, final_logit_softcapping=None)) == []
     assert check_built(layout, llama()) == []
 
@@ -191,7 +191,7 @@ def test_cluster_rules() -> None:
 
 
 def test_every_layout_code_is_triggered_somewhere() -> None:
-    here = {case[2] for case in CASES} | {"E215", "E250", "E251", "E252", "E253", "W206"}
+    here = {case[2] for case in CASES} | {"E215", "E250", "E251", "E252", "E253", "E254", "W206"}
     batch = {"E220", "E221", "E222", "E224"}
     assert {info.code for info in codes.CODES} == (here | batch) - {"W301"}
 

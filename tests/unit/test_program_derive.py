@@ -177,7 +177,7 @@ def test_flops_sum_to_the_model() -> None:
 
 def test_axes_without_described_collectives_are_refused() -> None:
     spec = llama()
-    plan = make_plan(spec, parse_layout("tp=2"), 2, 16, "small", for_run=False)
+    plan = make_plan(spec, parse_layout("cp=2"), 2, 16, "small", for_run=False)
     with pytest.raises(MeshwrightError, match="E250"):
         of(plan, spec, 0)
 

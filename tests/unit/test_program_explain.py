@@ -57,6 +57,18 @@ def test_a_rank_of_zero3_with_a_pipeline() -> None:
         assert part in text
 
 
+def test_a_rank_of_the_tensor_axis() -> None:
+    text = told("tp=2,pp=2,precision=fp32", 1)
+    for part in (
+        "tensor group: ranks 0, 1.",
+        "you have 1/2 of each matrix of layers 0 to 1 (of 4)",
+        "partial sums out of attention of layer 0",
+        "within the tensor group",
+    ):
+        assert part in text
+    assert "You have 1/2 of each matrix of the model: all 4 layers" in told("tp=2", 0)
+
+
 def test_bytes_of_each_state() -> None:
     spec = llama()
     n = spec.num_parameters

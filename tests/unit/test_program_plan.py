@@ -89,7 +89,7 @@ def test_everything_wrong_is_told_at_once() -> None:
 
 
 def test_what_is_not_built_can_still_be_planned() -> None:
-    assert "E250" in refusal("tp=2")
+    assert "E250" in refusal("cp=2")
     assert make("tp=2", for_run=False).layout.tp == 2
 
 

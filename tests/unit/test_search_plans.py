@@ -66,7 +66,7 @@ def test_fix_pins_keys():
 def test_what_cannot_run_is_priced_only_when_asked():
     plain = search(LLAMA, A100, 2048, 64, top=50)
     more = search(LLAMA, A100, 2048, 64, top=50, include_unbuilt=True)
-    assert {p.layout.tp for p in plain.plans} == {1}
+    assert {p.layout.cp for p in plain.plans} == {1}
     assert more.searched > plain.searched
     assert more.plans[0].prediction is not None
     assert plain.plans[0].prediction is not None
@@ -83,16 +83,16 @@ def change(found: SearchResult) -> str:
 def test_nothing_fits_names_the_change():
     big = read_model("llama-2-70b")
     many = read_cluster("a100-80gb-x8", 64)
-    kept = search(big, many, 4096, 1024, fix="recompute=none,loss=eager")
+    kept = search(big, many, 4096, 1024, fix="recompute=none,loss=eager,tp=1")
     assert "recompute=full" in change(kept)
     found = search(big, many, 4096, 1024)
     assert {p.layout.recompute for p in found.plans} & {"full", "selective"}
-    assert "GPUs" in change(search(read_model("llama-2-13b"), read_cluster("v100-32gb-x8"), 2048, 64))
+    assert "GPUs" in change(search(read_model("llama-2-13b"), read_cluster("v100-32gb-x8"), 2048, 64, fix="tp=1"))
     assert "zero=3" in change(
-        search(LLAMA, A100, 2048, 64, fix="dp=8,zero=2,micro_batch=1,recompute=none,loss=eager")
+        search(LLAMA, A100, 2048, 64, fix="dp=8,zero=2,micro_batch=1,recompute=none,loss=eager,tp=1")
     )
     assert "micro_batch=1" in change(
-        search(LLAMA, A100, 2048, 64, fix="dp=8,zero=3,micro_batch=2,recompute=none,loss=eager")
+        search(LLAMA, A100, 2048, 64, fix="dp=8,zero=3,micro_batch=2,recompute=none,loss=eager,tp=1")
     )
 
 
@@ -114,7 +114,7 @@ def test_requests_that_cannot_be():
     assert codes(objective="cost") == ["E410"]
     assert codes(fix="tpp=2") == ["E111"]
     assert "E409" in codes(fix="dp=3")
-    assert {"E409", "E250"} <= set(codes(fix="tp=2"))
+    assert {"E409", "E250"} <= set(codes(fix="cp=2"))
 
 
 def test_cost_with_a_price():

@@ -26,7 +26,7 @@ from meshwright.checkpoint.manifest import (
     why_incomplete,
 )
 from meshwright.checkpoint.metadata import SafeReader, read_index
-from meshwright.checkpoint.state import RankState, create_state, rank_state
+from meshwright.checkpoint.state import Place, RankState, create_state, rank_state
 
 PREFIXES = ("module.", "_orig_mod.", "model.", "transformer.", "_fsdp_wrapped_module.")
 """What wrappers put before a name; only used to say what differs."""
@@ -57,6 +57,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     tied: Mapping[str, str],
     verify: bool = True,
+    place: Place | None = None,
 ) -> dict[str, Any]:
     """Load the checkpoint at ``path`` into ``params`` and ``optimizer`` in place; return what was saved as ``extra``.
 
@@ -69,6 +70,7 @@ def load_checkpoint(
         optimizer: the optimizer over them, whose state is made and filled; None loads parameters only.
         tied: names in ``params`` that are second copies, mapped to the logical name that fills them.
         verify: read all files once before and compare their SHA-256, the ranks sharing the work.
+        place: puts a part of a tensor at its place in the logical tensor, where an axis cuts within it.
 
     Communication: gathers of names and plans on ``world``.
 
@@ -97,7 +99,7 @@ def load_checkpoint(
     try:
         if optimizer is not None and with_state:
             create_state(optimizer)
-        state = rank_state(params, optimizer if with_state else None, tied, with_copies=True)
+        state = rank_state(params, optimizer if with_state else None, tied, with_copies=True, place=place)
         wanted = state.tensors | {key: t for key, t in state.copies if key not in state.tensors}
     except MeshwrightError as error:
         problems, wanted = list(error.problems), {}

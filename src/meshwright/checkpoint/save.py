@@ -43,7 +43,7 @@ from meshwright.checkpoint.manifest import (
     write_manifest,
 )
 from meshwright.checkpoint.metadata import read_index
-from meshwright.checkpoint.state import describe_optimizer, rank_state
+from meshwright.checkpoint.state import Place, describe_optimizer, rank_state
 
 
 class _Writer(FileSystemWriter):
@@ -64,6 +64,7 @@ def save_checkpoint(
     manifest: dict[str, Any],
     world_size: int,
     rank: int,
+    place: Place | None = None,
 ) -> Path:
     """Write ``folder/step-N`` and return its path on every rank. Every rank calls it.
 
@@ -80,6 +81,7 @@ def save_checkpoint(
         manifest: JSON facts for people and for the export (plan, versions, tokenizer).
         world_size: ranks that call this.
         rank: this rank.
+        place: puts a part of a tensor at its place in the logical tensor, where an axis cuts within it.
 
     Communication: gathers of plans and file hashes, broadcasts of names, on ``world``.
 
@@ -91,7 +93,7 @@ def save_checkpoint(
     problems = _json_problems(extra, "extra") + _json_problems(manifest, "manifest")
     tensors: dict[str, Tensor] = {}
     try:
-        tensors = rank_state(params, optimizer, tied, with_copies=False).tensors
+        tensors = rank_state(params, optimizer, tied, with_copies=False, place=place).tensors
     except MeshwrightError as error:
         problems += error.problems
     ranks.refuse(problems)

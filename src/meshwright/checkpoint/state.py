@@ -6,15 +6,18 @@ the tensor that it copies. Nothing in a key depends on rank, stage, shard or wra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.checkpoint.manifest import MODEL, OPTIMIZER, listed
+
+Place: TypeAlias = Callable[[str, Tensor], Tensor]
+"""From a parameter's name and this rank's part of a tensor to that part at its place in the logical tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +39,11 @@ def rank_state(
     tied: Mapping[str, str],
     *,
     with_copies: bool,
+    place: Place | None = None,
 ) -> RankState:
     """Return this rank's state by key. ``with_copies``: a tied copy whose original is elsewhere is named by it.
+
+    ``place`` puts a tensor of a parameter's shape at its place in the logical tensor (see ``checkpoint.pieces``).
 
     Raises:
         MeshwrightError: E716 when the optimizer holds a tensor that has no logical name.
@@ -48,12 +54,11 @@ def rank_state(
     names = {id(p): name for name, p in params.items()}
 
     def add(key: str, name: str, tensor: Tensor) -> None:
-        if name not in tied:
-            tensors[key] = tensor.detach()
-        elif with_copies and tied[name] in params:
+        if name in tied and with_copies and tied[name] in params:
             copies.append((key, tensor.detach()))
-        elif with_copies:
-            tensors[key] = tensor.detach()
+        elif name not in tied or with_copies:
+            placed = place is not None and tensor.shape == params[name].shape
+            tensors[key] = place(name, tensor.detach()) if place and placed else tensor.detach()
 
     for name, parameter in params.items():
         add(f"{MODEL}{tied.get(name, name)}", name, parameter)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-AXES: Final = frozenset({"dp", "pp"})
+AXES: Final = frozenset({"dp", "pp", "tp"})
 """Axes whose degree may be above 1."""
 
 OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -35,3 +35,6 @@ PIPELINE_FAMILIES: Final = (
     "phi3",
 )
 """Model families that can be cut in stages."""
+
+TENSOR_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+"""Model families that the tensor axis can cut."""

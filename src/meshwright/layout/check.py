@@ -438,7 +438,7 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
         )
     if spec is not None and layout.loss == "chunked" and caps_logits(spec):
         problems.append(
-            problem("E253", where="layout.loss", found=f'loss=chunked, but "{spec.name}" caps its logits')
+            problem("E254", where="layout.loss", found=f'loss=chunked, but "{spec.name}" caps its logits')
         )
     if spec is not None and layout.pp > 1 and spec.family not in built.PIPELINE_FAMILIES:
         problems.append(
@@ -450,4 +450,28 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
                 do=f"pp = 1,dp = {layout.dp * layout.pp}",
             )
         )
+    if spec is not None and layout.tp > 1:
+        problems += _tensor_built(spec, layout)
     return problems
+
+
+def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
+    """Return what of ``spec`` the tensor axis cannot cut so far."""
+    tp = layout.tp
+    dp_instead = f"tp = 1,dp = {layout.dp * tp}"
+    reasons: list[tuple[str, str, str]] = []
+    if spec.family not in built.TENSOR_FAMILIES:
+        families = "one of " + ", ".join(built.TENSOR_FAMILIES) + ", or tp = 1"
+        reasons.append((f'tp = {tp} with "{spec.name}" of family {spec.family}', families, dp_instead))
+    if spec.dropout:
+        what = (
+            f"dropout {spec.dropout:g} with tp = {tp}: masks would repeat over the heads of different ranks"
+        )
+        reasons.append((what, "dropout 0, or tp = 1", "dropout = 0"))
+    if (tp - 1) * -(-spec.vocab_size // tp) >= spec.vocab_size:
+        what = (
+            f"{spec.vocab_size} rows of vocabulary over tp = {tp}: {-(-spec.vocab_size // tp)} on each rank "
+        )
+        legal = [t for t in divisors(spec.num_heads) if (t - 1) * -(-spec.vocab_size // t) < spec.vocab_size]
+        reasons.append((what + "leave the last without any", "rows on each rank", f"tp = {legal[-1]}"))
+    return [problem("E253", where="layout.tp", found=f, needs=n, do=d) for f, n, d in reasons]

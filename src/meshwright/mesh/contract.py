@@ -51,6 +51,8 @@ NAMES: Final[tuple[PrivateName, ...]] = (
     PrivateName("torch.distributed.pipelining", "PipelineStage.backward_one_chunk", "parallel.pipeline"),
     PrivateName("torch.distributed.pipelining", "PipelineStage.clear_runtime_states", "parallel.pipeline"),
     PrivateName("torch", "_foreach_mul_", "parallel.apply"),
+    PrivateName("torch", "_foreach_norm", "parallel.apply"),
+    PrivateName("torch", "Tensor._make_wrapper_subclass", "checkpoint.pieces"),
     PrivateName("torch.autograd", "Variable._execution_engine.queue_callback", "parallel.replicate"),
     PrivateName("torch.distributed", "ProcessGroup.unbox", "parallel.record"),
     PrivateName("torch.distributed.fsdp", "FSDPModule.set_gradient_divide_factor", "parallel.zero"),

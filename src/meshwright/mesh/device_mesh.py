@@ -47,6 +47,11 @@ class MeshView:
         """The pipeline stage (one per rank)."""
         return self.coords["pp"]
 
+    @property
+    def counts_batch(self) -> bool:
+        """Whether this rank counts its batch for the whole job: once per replica of the data."""
+        return self.stage == 0 and self.coords["tp"] == 0
+
     def submesh(self, *axes: str) -> DeviceMesh | None:
         """Return the mesh over those of ``axes`` that have a degree above 1, or None when none has."""
         names: tuple[str, ...] = tuple(a for a in axes if a in self.groups)

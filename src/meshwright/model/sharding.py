@@ -101,6 +101,62 @@ def tp_local_shape(
     return tuple(shape)
 
 
+def tp_ranges(
+    tensor: TensorSpec, tp: int, index: int, attention: AttentionSpec
+) -> tuple[tuple[int, int], ...]:
+    """Return (start, size) along the cut dim of each part that coordinate ``index`` holds; empty where nothing is cut.
+
+    Sizes that do not divide are cut as ``torch.chunk`` does: ceil(size / tp) each and the rest on the last ranks.
+    Key/value heads fewer than ``tp`` are one whole head per rank, the same on tp / heads neighbours.
+    """
+    cut = rule(tensor)
+    parts: list[tuple[int, int]] = []
+    at = 0
+    for name, size in zip(cut.segments, segment_sizes(tensor, attention), strict=True):
+        if name == _KV and attention.num_kv_heads < tp:
+            each = attention.head_dim
+            parts.append((at + index * attention.num_kv_heads // tp * each, each))
+        else:
+            each = -(-size // tp)
+            start = min(index * each, size)
+            parts.append((at + start, min(each, size - start)))
+        at += size
+    return tuple(parts)
+
+
+def tp_shape(tensor: TensorSpec, tp: int, index: int, attention: AttentionSpec) -> tuple[int, ...]:
+    """Return the shape of what coordinate ``index`` holds (see ``tp_ranges``)."""
+    shape = list(tensor.shape)
+    dim = rule(tensor).tp_dim
+    if dim is not None:
+        shape[dim] = sum(size for _, size in tp_ranges(tensor, tp, index, attention))
+    return tuple(shape)
+
+
+def tp_copies(tensor: TensorSpec, tp: int, attention: AttentionSpec) -> int:
+    """Return how many neighbouring ranks of the tensor axis hold the same elements of ``tensor``."""
+    cut = rule(tensor)
+    if cut.tp_dim is None:
+        return tp
+    return tp // attention.num_kv_heads if set(cut.segments) == {_KV} and attention.num_kv_heads < tp else 1
+
+
+GradientSum: TypeAlias = Literal["", "all", "heads"]
+
+
+def gradient_sum(tensor: TensorSpec, tp: int, sp: bool, attention: AttentionSpec) -> GradientSum:
+    """Return over which ranks of the tensor axis the gradient of a block's ``tensor`` is still a partial sum.
+
+    "all": every rank saw its own tokens (sequence-sharded norms and biases) or its own heads (norms per head);
+    "heads": the ranks with a copy of one key/value head; "": the rank's gradient is whole.
+    """
+    if tp == 1:
+        return ""
+    if rule(tensor).tp_dim is None:
+        return "all" if sp or tensor.dims == ("head_dim",) else ""
+    return "heads" if tp_copies(tensor, tp, attention) > 1 else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
     """Placements of the hidden states on the tensor axis at one kind of place in a block."""

@@ -1,30 +1,34 @@
 """The one fixed order in which a plan becomes a running model on one rank.
 
-build -> freeze -> cut the stage -> move -> recompute -> data parallel (replicate or ZeRO) -> pipeline -> tied pair.
+build -> freeze -> cut the stage -> cut by the tensor axis -> move -> recompute -> data parallel (replicate or ZeRO)
+-> pipeline -> tied pair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from meshwright.base.axes import TIED
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.layout.precision import PrecisionTable, precision_table
 from meshwright.mesh.device_mesh import MeshView
+from meshwright.model.sharding import tp_copies
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.build import build_model, frozen_names
 from meshwright.parallel.pipeline import Pipeline
-from meshwright.parallel.precision import dtype_of, forward_context
+from meshwright.parallel.loss import chunked_loss_sum
+from meshwright.parallel.precision import Float64Throughout, dtype_of, forward_context
 from meshwright.parallel.recompute import recompute_blocks
 from meshwright.parallel.replicate import Replicate
 from meshwright.parallel.stage import StageModule, cut_stage, get_module, logical_name
+from meshwright.parallel.tensor import TensorAxis, shard_tensors
 from meshwright.parallel.tied import local, sum_tied_gradient
 from meshwright.parallel.zero import Zero, shard
 from meshwright.program.plan import Plan
@@ -34,6 +38,11 @@ from meshwright.schedule.text import parse_schedule
 def _multiply(tensors: list[Tensor], factor: float) -> None:
     """Multiply all tensors in place (one call for all of them: a private name of torch, see ``mesh.contract``)."""
     torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """Return the norm of each tensor (one call for all of them); summing them up is left to float64."""
+    return torch.stack(torch._foreach_norm(tensors))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _silent(_: str) -> None:
@@ -61,6 +70,7 @@ class ParallelModel:
     owned: frozenset[str]
     decays: frozenset[str]
     tied_weight: nn.Parameter | None = None
+    tensor: TensorAxis | None = None
     on_action: Callable[[str], None] = field(default=_silent)
     executed: list[str] = field(default_factory=list[str])
 
@@ -94,8 +104,12 @@ class ParallelModel:
             sums = self._accumulate(inputs_ABT, labels_ABT, scale)
         return self._total(sums)
 
+    def tp_part(self, name: str, full: Tensor) -> Tensor:
+        """Return what this rank's coordinate on the tensor axis holds of the logical tensor ``name``."""
+        return full if self.tensor is None else self.tensor.part(name, full)
+
     def _total(self, sums: list[Tensor]) -> Tensor:
-        if not sums:
+        if not sums or self.view.coords["tp"] != 0:  # every rank of a tensor axis has the same sum
             return torch.zeros((), dtype=torch.float64, device=self.view.device)
         return torch.stack([s.to(torch.float64) for s in sums]).sum()
 
@@ -117,8 +131,10 @@ class ParallelModel:
         self.on_action(action)
 
     def finish_gradients(self) -> None:
-        """Complete the step's gradients: what data parallelism still owes, then the tied pair."""
+        """Complete the step's gradients: data parallelism, then the tensor axis, then the tied pair."""
         self.data.finish()
+        if self.tensor is not None:
+            self.tensor.sum_gradients(self.params)
         if self.tied_weight is not None and self.tied_weight.requires_grad:
             sum_tied_gradient(self.tied_weight, self.view.groups[TIED])
 
@@ -152,7 +168,7 @@ class ParallelModel:
         grads = [g for g in grads if g.numel()]
         if not grads:
             return torch.zeros((), dtype=torch.float64, device=self.view.device)
-        return get_total_norm(grads).to(torch.float64) ** 2
+        return _norms(grads).to(torch.float64).square().sum()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient of this rank by ``factor`` in place."""
@@ -199,7 +215,8 @@ def apply_plan(
         p.requires_grad_(name not in frozen)
     module = cut_stage(causal_lm, spec, layout.cut_layers, view.stage, dtype_of(table.wire))
     module.forward_context = lambda: forward_context(table, view.device.type)
-    module.chunked_loss = layout.loss == "chunked"
+    module.chunked_loss = chunked_loss_sum if layout.loss == "chunked" else None
+    tensor = shard_tensors(module, spec, view) if layout.tp > 1 else None
     module.to(view.device)
     shapes = {logical_name(n): tuple(p.shape) for n, p in module.named_parameters()}
     decays = frozenset(n for n, shape in shapes.items() if len(shape) >= 2)
@@ -207,7 +224,9 @@ def apply_plan(
         raise MeshwrightError(
             problem("E546", where="freeze", found=f"stage {view.stage} has no trainable parameter left")
         )
-    recompute_blocks(stage_blocks(module, spec), layout.recompute)
+    recompute_blocks(
+        stage_blocks(module, spec), layout.recompute, Float64Throughout if table.compute == "fp64" else nullcontext
+    )
     data = _data_parallel(module, spec, view, table)
     params = {logical_name(n): p for n, p in module.named_parameters()}
     tied = _tied_weight(spec, view, params)
@@ -223,6 +242,7 @@ def apply_plan(
         owned=_owned(spec, view, params),
         decays=decays,
         tied_weight=tied,
+        tensor=tensor,
         on_action=on_action,
     )
     if layout.pp > 1:
@@ -261,10 +281,15 @@ def _data_parallel(
 
 
 def _owned(spec: ModelSpec, view: MeshView, params: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names whose local elements this rank counts: replica 0 only, and a tied copy nowhere."""
+    """Return the names whose local elements this rank counts: the first copy only, and a tied copy nowhere."""
     if view.coords["dp_replicate"] != 0:
         return frozenset()
-    copies = {t.name for t in spec.tensors() if t.tied_to is not None}
+    degree, at = view.layout.tp, view.coords["tp"]
+    copies = {
+        t.name
+        for t in spec.tensors()
+        if t.tied_to is not None or at % tp_copies(t, degree, spec.attention) != 0
+    }
     return frozenset(n for n in params if n not in copies)
 
 

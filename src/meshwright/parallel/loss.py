@@ -5,14 +5,19 @@ Both are known as soon as the chunk's logits are, so the forward also makes the 
 the head's weight and bias, and the backward only multiplies them by the incoming factor: no product runs twice. What
 lives until then is one gradient of the head and one of the hidden states, in place of [T, V] log-probabilities.
 
+On a tensor axis each rank has some columns of the logits: the largest logit, the sum of exponentials and the target's
+logit of a chunk are then agreed on by two small all_reduces per chunk (``Columns``).
+
 Shape suffixes: N tokens of the micro-batch, C tokens of a chunk, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,12 +27,26 @@ IGNORE = -100
 """Label of a position without loss."""
 
 
-def chunked_loss_sum(head: nn.Module, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Columns:
+    """The columns of the logits that this rank computes: rows of the vocabulary from ``start`` on, over ``group``."""
+
+    group: dist.ProcessGroup
+    start: int
+
+
+def chunked_loss_sum(
+    head: nn.Module, hidden_BTD: Tensor, labels_BT: Tensor, columns: Columns | None = None
+) -> Tensor:
     """Return the sum over valid tokens of the cross-entropy of ``head(hidden)``, as ``token_loss_sum`` does.
 
     ``head`` is the model's own linear head; with FSDP2 call this inside the forward of the unit that holds it, where
     its weight is gathered. Logits are computed in the autocast dtype, else in the weight's, and reduced in at least
     float32. With gradients enabled at most one chunk of logits, their float32 copy and log-probabilities live at once.
+    With ``columns``, the gradient of the hidden states is this rank's share of a sum over the group, and every rank
+    returns the same loss.
+
+    Communication: with ``columns`` two all_reduces a chunk, of [C] and [2, C].
     """
     weight = head.get_parameter("weight")
     bias = head.get_parameter("bias") if getattr(head, "bias", None) is not None else None
@@ -36,7 +55,7 @@ def chunked_loss_sum(head: nn.Module, hidden_BTD: Tensor, labels_BT: Tensor) -> 
     hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
     with torch.autocast(device, enabled=False):
         out: Any = _ChunkedLoss.apply(
-            hidden_ND, weight, bias, labels_BT.reshape(-1), compute, torch.is_grad_enabled()
+            hidden_ND, weight, bias, labels_BT.reshape(-1), compute, torch.is_grad_enabled(), columns
         )
     return out
 
@@ -53,6 +72,7 @@ class _ChunkedLoss(torch.autograd.Function):
         labels_N: Tensor,
         compute: torch.dtype,
         train: bool,
+        columns: Columns | None,
     ) -> Tensor:
         wants = [train and needed for needed in ctx.needs_input_grad[:3]]
         full = torch.float64 if compute == torch.float64 else torch.float32
@@ -67,19 +87,27 @@ class _ChunkedLoss(torch.autograd.Function):
             part = slice(start, start + rows)
             hidden_CD, labels_C = hidden_ND[part].to(compute), labels_N[part]
             valid_C = labels_C != IGNORE
-            target_C1 = labels_C.where(valid_C, 0)[:, None]
-            log_p_CV = F.linear(hidden_CD, weight, bias).to(full).log_softmax(-1)
-            picked_C = log_p_CV.gather(1, target_C1)[:, 0]
-            loss -= picked_C.where(valid_C, 0.0).sum()
+            logits_CV = F.linear(hidden_CD, weight, bias).to(full)
+            if columns is None:
+                target_C1, mine_C = labels_C.where(valid_C, 0)[:, None], valid_C
+                log_p_CV = logits_CV.log_softmax(-1)
+                loss -= log_p_CV.gather(1, target_C1)[:, 0].where(valid_C, 0.0).sum()
+                share_CV = log_p_CV.exp_() if any(wants) else log_p_CV
+                del log_p_CV
+            else:
+                target_C1, mine_C = _own_targets(labels_C, columns.start, logits_CV.shape[-1])
+                share_CV, loss_C = _agreed(logits_CV, target_C1, mine_C, columns.group)
+                loss += loss_C.where(valid_C, 0.0).sum()
+            del logits_CV
             if not any(wants):
                 continue
-            grad_CV = log_p_CV.exp_()
-            grad_CV.scatter_add_(1, target_C1, torch.full_like(target_C1, -1, dtype=full))
+            grad_CV = share_CV
+            grad_CV.scatter_add_(1, target_C1, -mine_C[:, None].to(full))
             grad_CV.masked_fill_(~valid_C[:, None], 0.0)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
             grad_CV = grad_CV.to(compute)
-            del log_p_CV
+            del share_CV
             if grad_hidden_ND is not None:
                 grad_hidden_ND[part] = grad_CV @ weight
             if grad_weight_VD is not None and compute == full:
@@ -98,4 +126,27 @@ class _ChunkedLoss(torch.autograd.Function):
         while grads:
             grad = grads.pop(0)
             out.append(None if grad is None else grad.mul_(factor[0]).to(ctx.dtypes[len(out)]))
-        return (*out, None, None, None)
+        return (*out, None, None, None, None)
+
+
+def _own_targets(labels_C: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Return each token's target as a local column [C, 1] (0 where it is elsewhere) and whether it is here [C]."""
+    mine_C = (labels_C >= start) & (labels_C < start + columns)
+    return torch.where(mine_C, labels_C - start, 0)[:, None], mine_C
+
+
+def _agreed(
+    logits_CV: Tensor, target_C1: Tensor, mine_C: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's columns of softmax [C, V] (in place of the logits) and each token's loss [C].
+
+    Communication: all_reduce of the largest logits [C], and of sums of exponentials and target logits [2, C].
+    """
+    high_C = logits_CV.amax(-1)
+    dist.all_reduce(high_C, op=dist.ReduceOp.MAX, group=group)
+    logits_CV -= high_C[:, None]
+    picked_C = logits_CV.gather(1, target_C1)[:, 0].where(mine_C, 0.0)
+    share_CV = logits_CV.exp_()
+    sums_2C = torch.stack([share_CV.sum(-1), picked_C])
+    dist.all_reduce(sums_2C, group=group)
+    return share_CV.div_(sums_2C[0][:, None]), sums_2C[0].log() - sums_2C[1]

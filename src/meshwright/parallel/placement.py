@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.layout.layout import Layout
 from meshwright.mesh.device_mesh import MeshView
+from meshwright.model.sharding import tp_copies, tp_shape
 from meshwright.model.spec import ModelSpec
 
 
@@ -28,9 +29,11 @@ class Placed:
     shape: tuple[int, ...]
     numel: int
     stage: int
+    tp: int = 0
+    """Coordinate on the tensor axis."""
 
 
-def placed(params: Mapping[str, Tensor], stage: int) -> list[Placed]:
+def placed(params: Mapping[str, Tensor], stage: int, tp: int = 0) -> list[Placed]:
     """Return the account of one rank's parameters, by logical name."""
     return [
         Placed(
@@ -38,6 +41,7 @@ def placed(params: Mapping[str, Tensor], stage: int) -> list[Placed]:
             tuple(p.shape),
             p.to_local().numel() if isinstance(p, DTensor) else p.numel(),
             stage,
+            tp,
         )
         for name, p in params.items()
     ]
@@ -51,7 +55,7 @@ def check_placement(spec: ModelSpec, view: MeshView, params: Mapping[str, Tensor
     Raises:
         MeshwrightError: E540 when a parameter is not placed exactly once.
     """
-    mine = placed(params, view.stage)
+    mine = placed(params, view.stage, view.coords["tp"])
     ranks: list[Any] = [mine]
     if view.layout.world_size > 1:
         ranks = [None] * view.layout.world_size
@@ -82,9 +86,10 @@ def account(spec: ModelSpec, layout: Layout, ranks: Sequence[Sequence[Placed]]) 
             missing.append(tensor.name)
             continue
         total = sum(i.numel for i in items)
-        expected = prod(tensor.shape) * (layout.dp if layout.zero == 0 else replicas)
+        expected = prod(tensor.shape) * replicas * tp_copies(tensor, layout.tp, spec.attention)
         stages = {i.stage for i in items}
-        if total != expected or len(stages) != 1 or items[0].shape != tensor.shape:
+        shaped = all(i.shape == tp_shape(tensor, layout.tp, i.tp, spec.attention) for i in items)
+        if total != expected or len(stages) != 1 or not shaped:
             wrong.append(
                 {
                     "name": tensor.name,

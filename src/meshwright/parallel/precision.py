@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from meshwright.layout.precision import PrecisionTable
 
@@ -21,8 +23,26 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+class Float64Throughout(TorchFunctionMode):
+    """Keeps float64 values float64 where a model asks for float32.
+
+    transformers' norms compute in float32 whatever the dtype, which is a floor for low precisions and a loss for
+    float64: a sum that differs in its last bit is then rounded to another float32 number now and then.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Leave out a cast from float64 to float32; run everything else unchanged."""
+        wanted = (*args[1:], *(kwargs or {}).values())
+        narrows = func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in wanted)
+        if narrows and args[0].dtype == torch.float64:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 def forward_context(table: PrecisionTable, device_type: str) -> AbstractContextManager[object]:
-    """Return the context of a forward: autocast where the table says so, else nothing."""
+    """Return the context of a forward: autocast where the table says so, float64 kept as it is, else nothing."""
+    if table.compute == "fp64":
+        return Float64Throughout()
     if table.autocast:
         return torch.autocast(device_type, dtype=dtype_of(table.compute))
     return nullcontext()

@@ -10,7 +10,8 @@ The states of random numbers and autocast are restored for the second forward; w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -62,19 +63,35 @@ def _selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(selective_policy())
 
 
-def recompute_blocks(blocks: Iterable[nn.Module], mode: str) -> None:
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+def recompute_blocks(blocks: Iterable[nn.Module], mode: str, held: Context = nullcontext) -> None:
     """Make each block recompute its forward in backward, by ``mode`` "none", "selective" or "full".
 
-    Call it before the blocks are sharded or their hooks are set. No parameter name changes.
+    Call it before the blocks are sharded or their hooks are set. No parameter name changes. ``held`` makes a context
+    that the recomputed forward needs beside autocast, because the first forward ran in it.
 
-    Communication: none.
+    Communication: none of its own; a block that communicates in its forward does so again.
     """
     if mode == "none":
         return
     contexts = {"full": noop_context_fn, "selective": _selective_contexts}[mode]
     for block in blocks:
-        inner = partial(_forward, block.forward, contexts)
+        inner = partial(_forward, block.forward, partial(_with, contexts, held))
         block.forward = inner
+
+
+def _with(contexts: Callable[[], Any], held: Context) -> tuple[Any, Any]:
+    """Return the contexts of the first forward and of the recomputed one, the latter inside ``held``."""
+    first, again = contexts()
+    return first, _both(held(), again)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _forward(forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.model.spec import ModelSpec
-from meshwright.parallel.loss import IGNORE, chunked_loss_sum
+from meshwright.parallel.loss import IGNORE
 
 
 class StageBlocks(nn.ModuleList):
@@ -92,7 +92,8 @@ class StageModule(nn.Module):
         self.base_path = spec.paths.base
         self.head_path = spec.paths.head
         self.forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.chunked_loss = False
+        self.chunked_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
+        self.loss_sum: Callable[[Tensor, Tensor], Tensor] = token_loss_sum
 
     @property
     def is_whole(self) -> bool:
@@ -100,7 +101,7 @@ class StageModule(nn.Module):
         return self.is_first and self.is_last
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return logits [B, T, V] of the last stage."""
+        """Return logits [B, T, V] of the last stage (this rank's columns of V where a tensor axis cuts it)."""
         if self.is_whole:
             return self.causal_lm(input_ids=x, use_cache=False).logits
         head = self.causal_lm.get_submodule(self.head_path)
@@ -114,13 +115,13 @@ class StageModule(nn.Module):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return hidden states, or the summed loss on the last stage (see the class)."""
         with self.forward_context():
-            if self.chunked_loss and labels is not None:
-                return chunked_loss_sum(self.causal_lm.get_submodule(self.head_path), self._hidden(x), labels)
+            if self.chunked_loss is not None and labels is not None:
+                return self.chunked_loss(self.causal_lm.get_submodule(self.head_path), self._hidden(x), labels)
             out = self.logits(x) if self.is_last else self._hidden(x).to(self.wire_dtype)
         if not self.is_last and out._is_view():
             # FSDP2 hooks onto the output, and an in-place use of a view would lose that hook.
             out = out.clone()
-        return out if labels is None else token_loss_sum(out, labels)
+        return out if labels is None else self.loss_sum(out, labels)
 
 
 def cut_stage(

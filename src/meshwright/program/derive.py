@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from meshwright.base.axes import TIED, WORLD
 from meshwright.base.errors import refuse
@@ -12,8 +13,10 @@ from meshwright.layout.layout import Layout
 from meshwright.layout.precision import PrecisionTable, precision_table
 from meshwright.layout.ranks import SHARD, coordinates, group
 from meshwright.model.counts import block_forward_flops, head_forward_flops
+from meshwright.model.sharding import tp_shape
 from meshwright.model.spec import ModelSpec
 from meshwright.program.step import Collective, CollectiveKind, Compute, LedgerLine, Op, StepProgram, ledger
+from meshwright.program.tensor import micro_batch_collectives, on_rank, step_collectives
 from meshwright.program.units import (
     Unit,
     frozen_names,
@@ -46,7 +49,7 @@ def derive(
     recv is the other pipeline rank.
 
     Raises:
-        MeshwrightError: E250 for an axis whose collectives are not described so far (tp, cp, ep).
+        MeshwrightError: E250 for an axis whose collectives are not described so far (cp, ep).
     """
     refuse([p for p in check_built(layout) if p.code == "E250"])
     row = lower(schedule)[coordinates(layout, rank)["pp"]]
@@ -83,9 +86,15 @@ class _Deriver:
         self.shards = layout.shard if layout.zero else 1
         self.index = group(layout, rank, SHARD).index(rank) if layout.zero else 0
         stages = [s for s, r in enumerate(schedule.stage_ranks) if r == coordinates(layout, rank)["pp"]]
-        self.units = {stage: stage_units(spec, layout, stage, frozen) for stage in stages}
+        at = coordinates(layout, rank)["tp"]
+        self.units = {
+            stage: tuple(on_rank(u, spec, layout, at) for u in stage_units(spec, layout, stage, frozen))
+            for stage in stages
+        }
         tokens = batch.micro_batch * batch.seq_len
-        self.flops = {s: tokens * forward_flops_per_token(spec, layout, s, batch.seq_len) for s in stages}
+        self.flops = {
+            s: tokens * forward_flops_per_token(spec, layout, s, batch.seq_len) / layout.tp for s in stages
+        }
         self.frozen = frozen_names(spec, frozen)
 
     def ops(self, row: Sequence[Action]) -> Iterator[Op]:
@@ -95,6 +104,9 @@ class _Deriver:
         gathered: set[int] = set()
         for action in row:
             yield from self._action(action, gathered)
+        yield from step_collectives(
+            self.spec, self.layout, self.units, (self.shards, self.index), self.frozen
+        )
         yield from self._tied()
         if self.layout.world_size > 1:
             yield self._world(SUMS_BYTES, "squares of the gradients, loss and overflows")
@@ -107,6 +119,7 @@ class _Deriver:
                 yield from self._gathers(stage, k, "forward")
                 gathered.add(stage)
             yield Compute(what="forward", stage=stage, micro_batch=k, flops=self.flops[stage])
+            yield from self._tensor(stage, k, "forward")
         elif action.kind is ActionKind.REDUCE_GRAD:
             yield from self._reduce_once(stage)
         elif action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD):
@@ -116,10 +129,15 @@ class _Deriver:
             yield Compute(
                 what="backward", stage=stage, micro_batch=k, flops=(2 if whole else 1) * self.flops[stage]
             )
+            if action.kind is not ActionKind.WEIGHT_GRAD:
+                yield from self._tensor(stage, k, "backward")
             if self.layout.zero >= 2 and action.kind is not ActionKind.INPUT_GRAD:
                 yield from self._scatters(stage, k)
         else:
             yield self._message(action)
+
+    def _tensor(self, stage: int, k: int | None, phase: Literal["forward", "backward"]) -> Iterator[Op]:
+        yield from micro_batch_collectives(self.spec, self.layout, self.batch, stage, k, self.frozen, phase)
 
     def _gathers(self, stage: int, k: int | None, phase: str) -> Iterator[Op]:
         if self.shards == 1:
@@ -207,7 +225,9 @@ class _Deriver:
         ends = [stage for stage in (0, last) if stage in self.units]
         if tensor is None or homes[0] == homes[1] or not ends or tensor.name in self.frozen:
             return
-        numel = shard_numel(tensor.shape, self.shards, self.index)
+        at = coordinates(self.layout, self.rank)["tp"]
+        shape = tp_shape(tensor, self.layout.tp, at, self.spec.attention)
+        numel = shard_numel(shape, self.shards, self.index)
         yield Collective(
             kind="all_reduce",
             axis=TIED,

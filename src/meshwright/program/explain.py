@@ -15,6 +15,7 @@ from meshwright.model.spec import ModelSpec
 from meshwright.program.derive import derive, title
 from meshwright.program.plan import Plan
 from meshwright.program.step import Collective, Compute, Op
+from meshwright.program.tensor import on_rank
 from meshwright.program.units import Unit, stage_layers, stage_units, tied_tensor
 from meshwright.program.volume import data_parallel_volume
 from meshwright.schedule.actions import ActionKind, Schedule
@@ -46,7 +47,8 @@ def explain_rank(plan: Plan, spec: ModelSpec, rank: int, gpus_per_node: int | No
     schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
     program = derive(spec, plan.layout, plan.batch, schedule, rank, plan.frozen)
     stage = coordinates(plan.layout, rank)["pp"]
-    units = stage_units(spec, plan.layout, stage, plan.frozen)
+    at = coordinates(plan.layout, rank)["tp"]
+    units = [on_rank(u, spec, plan.layout, at) for u in stage_units(spec, plan.layout, stage, plan.frozen)]
     parts = [
         _who(plan, rank, gpus_per_node),
         _groups(plan, spec, rank, gpus_per_node),
@@ -137,6 +139,8 @@ def _groups(plan: Plan, spec: ModelSpec, rank: int, gpus_per_node: int | None) -
 
     if layout.pp > 1:
         add("pp", "pipeline", ". Each holds other layers; hidden states go up, their gradients come back.")
+    if layout.tp > 1:
+        add("tp", "tensor group", ". Together you multiply every matrix of your layers, on the same tokens.")
     if layout.zero and layout.shard > 1:
         what = {1: "optimizer state", 2: "gradients and optimizer state"}.get(
             layout.zero, "parameters, gradients and optimizer state"
@@ -185,6 +189,11 @@ def _holds(plan: Plan, spec: ModelSpec, stage: int, rank: int, units: Sequence[U
         text = (
             f"You are stage {stage} of 0 to {layout.num_stages - 1}: you have {named} (of {spec.num_layers})"
         )
+    if layout.tp > 1:
+        text = text.replace(
+            "The whole model is yours:", f"You have 1/{layout.tp} of each matrix of the model:"
+        )
+        text = text.replace("you have", f"you have 1/{layout.tp} of each matrix of")
     state = _state(plan, rank, units)
     text += f"{', and the ' + root if root else ''}: {format_count(state.whole)} parameters"
     if state.trainable != state.whole:
@@ -412,7 +421,10 @@ def _sends(plan: Plan, collectives: Sequence[Collective], data: float) -> str:
         parts.append(f"{format_bytes(data)} for data parallelism")
     if pipeline:
         parts.append(f"{format_bytes(pipeline)} to pipeline neighbours")
-    rest = total - data - pipeline
+    tensor = sum(c.volume_bytes for c in collectives if c.axis == "tp")
+    if tensor:
+        parts.append(f"{format_bytes(tensor)} within the tensor group")
+    rest = total - data - pipeline - tensor
     parts.append(
         f"{format_bytes(rest)} of sums over the world" + (" and the tied pair" if rest > 1e3 else "")
     )

@@ -6,7 +6,7 @@ relative difference of a tensor is max|g - ref| / max(max|ref|, 1e-6 x the large
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,16 +71,23 @@ def diff(value: Tensor, reference: Tensor) -> TensorDiff:
 
 
 def compare(
-    tensors: Mapping[str, Tensor], kind: str, file: Path, rename: Mapping[str, str]
+    tensors: Mapping[str, Tensor],
+    kind: str,
+    file: Path,
+    rename: Mapping[str, str],
+    cut: Callable[[str, Tensor], Tensor] | None = None,
 ) -> dict[str, TensorDiff]:
     """Return the differences of this rank's ``tensors`` from ``kind``/NAME in a reference ``file``.
 
-    ``rename`` maps a tied copy's name to the name the reference knows.
+    ``rename`` maps a tied copy's name to the name the reference knows; ``cut`` (by name) takes this rank's part on
+    the tensor axis.
     """
     out: dict[str, TensorDiff] = {}
     with safe_open(str(file), framework="pt") as reference:
         for name, tensor in tensors.items():
             full = reference.get_tensor(f"{kind}/{rename.get(name, name)}")
+            if cut is not None:
+                full = cut(name, full)
             value = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             out[name] = diff(value, local_slice(full, tensor))
     return out

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.build import build_model, frozen_names
-from meshwright.parallel.precision import dtype_of
+from meshwright.parallel.precision import Float64Throughout, dtype_of
 
 TokenBatch = tuple[Tensor, Tensor]
 """Token ids and shifted labels of a global batch, both [G, T]."""
@@ -92,7 +92,12 @@ def run_reference(
         for x_BT, y_BT in zip(
             inputs_GT.split(recipe.rows_at_once), labels_GT.split(recipe.rows_at_once), strict=True
         ):
-            with torch.autocast("cpu", dtype=dtype_of(recipe.precision), enabled=autocast):
+            context = (
+                Float64Throughout()
+                if fp64
+                else torch.autocast("cpu", dtype=dtype_of(recipe.precision), enabled=autocast)
+            )
+            with context:
                 logits_BTV = model(input_ids=x_BT, use_cache=False).logits
             logits_BTV = logits_BTV if fp64 else logits_BTV.float()
             part = F.cross_entropy(

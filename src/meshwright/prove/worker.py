@@ -111,7 +111,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof
             got = model.gradients()
             missing.update(model.without_gradient())
             unscaled = got if scale.value == 1.0 else {n: g / scale.value for n, g in got.items()}
-            found.update(compare(unscaled, "gradient", file, rename))
+            found.update(compare(unscaled, "gradient", file, rename, model.tp_part))
 
         last = k == len(task.batches) - 1
         context = recorder if last else None
@@ -130,7 +130,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof
         losses.append(result.loss)
         norms.append(result.grad_norm)
         gradients.append(found)
-        weights.append(compare(model.params, "weight", file, rename))
+        weights.append(compare(model.params, "weight", file, rename, model.tp_part))
         order_matches = order_matches and model.executed == _expected_order(plan, view.stage)
     schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
     program = derive(spec, plan.layout, plan.batch, schedule, rank, frozen=plan.frozen)

@@ -18,7 +18,9 @@ from meshwright.base.axes import WORLD
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
 from meshwright.base.records import MemoryBytes
 from meshwright.checkpoint.load import load_checkpoint
+from meshwright.checkpoint.pieces import in_pieces
 from meshwright.checkpoint.save import save_checkpoint
+from meshwright.checkpoint.state import Place
 from meshwright.mesh.device_mesh import build_mesh
 from meshwright.mesh.env import RankFacts
 from meshwright.model.spec import ModelSpec
@@ -236,7 +238,7 @@ def evaluate(model: ParallelModel, task: TrainTask) -> float | None:
         inputs = torch.from_numpy(part.input_ids).to(model.view.device)
         labels = torch.from_numpy(part.labels).to(model.view.device)
         total[0] += model.evaluate(inputs, labels)
-        if model.view.stage == 0:
+        if model.view.counts_batch:
             total[1] += part.valid_tokens
     loss_sum, valid = sum_over_world(total, model).tolist()
     return loss_sum / valid if valid else None
@@ -350,6 +352,19 @@ def _tied_names(task: TrainTask, model: ParallelModel) -> dict[str, str]:
     }
 
 
+def _placing(model: ParallelModel) -> Place | None:
+    """Return how a checkpoint places what the tensor axis cut, or None where it cuts nothing."""
+    axis = model.tensor
+    if axis is None:
+        return None
+
+    def place(name: str, tensor: Tensor) -> Tensor:
+        where = axis.place_of(name)
+        return tensor if where is None else in_pieces(tensor, *where)
+
+    return place
+
+
 def _save(
     task: TrainTask,
     model: ParallelModel,
@@ -380,6 +395,7 @@ def _save(
         manifest=task.manifest,
         world_size=task.plan.world_size,
         rank=rank,
+        place=_placing(model),
     )
 
 
@@ -417,7 +433,11 @@ def _resume(task: TrainTask, model: ParallelModel, optimizer: torch.optim.Optimi
     """Load the checkpoint into this rank's part; Returns the step it was saved after."""
     assert task.resume_from is not None
     extra = load_checkpoint(
-        path=task.resume_from, params=model.params, optimizer=optimizer, tied=_tied_names(task, model)
+        path=task.resume_from,
+        params=model.params,
+        optimizer=optimizer,
+        tied=_tied_names(task, model),
+        place=_placing(model),
     )
     refuse(check_resumed(extra, task))
     saved = extra["loss_scale"]

@@ -249,10 +249,10 @@ short stages per rank make the bubble smaller and send more often.""",
         title="This axis is not built yet",
         kind="code",
         why="Meshwright can plan it but not run it so far",
-        needs="axes that are built: dp (with zero and shard) and pp",
-        do="set the degree to 1 and use dp, zero or pp",
-        page="""What runs now: dp with zero=0, 1, 2, 3 and shard (HSDP), and pp with schedule gpipe or 1f1b. The other
-axes have their rank arithmetic and rules, and the planner may price them.""",
+        needs="axes that are built: dp (with zero and shard), tp (with sp) and pp",
+        do="set the degree to 1 and use dp, zero, tp or pp",
+        page="""What runs now: dp with zero=0, 1, 2, 3 and shard (HSDP), tp with sp=on or off, and pp with schedule gpipe
+or 1f1b. The other axes have their rank arithmetic and rules, and the planner may price them.""",
     ),
     CodeInfo(
         code="E251",
@@ -276,6 +276,18 @@ data parallelism and ZeRO.""",
     ),
     CodeInfo(
         code="E253",
+        title="The tensor axis cannot cut this model yet",
+        kind="code",
+        why="a family's modules must be known to be cut over tp",
+        needs="a family that is built, no dropout, and vocabulary rows for every rank; or tp=1",
+        do="tp=1 with dp, zero or pp",
+        page="""Cut over tp now: llama, mistral, qwen2, qwen3, gpt2; not experts, nor other families' fused matrices.
+With dropout, ranks would draw the same masks for different heads, which is not what one device computes.
+Vocabulary rows are cut ceil(rows / tp) to a rank; a vocabulary so small that the last rank gets none is refused.
+Other models run with data parallelism, ZeRO and, by family, pipelines.""",
+    ),
+    CodeInfo(
+        code="E254",
         title="The chunked loss of a model that caps its logits is not built",
         kind="code",
         why="the chunked loss multiplies with the head itself, and would leave the cap out",

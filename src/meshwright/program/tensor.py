@@ -1,0 +1,175 @@
+"""The collectives of the tensor axis in a step: what a micro-batch's forward and backward send on one rank.
+
+The rules are those of ``parallel.tensor``: with sequence parallelism an all_gather before and a reduce_scatter after
+each column-row pair of a block and one all_gather at the end of the stage's blocks, else an all_reduce after each
+pair; one all_reduce for the looked-up embedding, and two small ones per token for the loss. Backward runs the
+transposes, where there is a gradient to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Literal
+
+from meshwright.layout.batch import Batch
+from meshwright.layout.layout import LOSS_CHUNKS, Layout
+from meshwright.layout.precision import precision_table
+from meshwright.model.sharding import gradient_sum, tp_shape
+from meshwright.model.spec import BlockSpec, ModelSpec, TensorSpec
+from meshwright.program.step import Collective, CollectiveKind
+from meshwright.program.units import Unit, shard_numel, stage_layers
+
+PAIRS = ("attention", "mlp")
+
+
+def on_rank(unit: Unit, spec: ModelSpec, layout: Layout, index: int) -> Unit:
+    """Return ``unit`` with the shapes that coordinate ``index`` of the tensor axis holds."""
+    if layout.tp == 1:
+        return unit
+    return replace(unit, tensors=tuple(_local(t, spec, layout, index) for t in unit.tensors))
+
+
+def _local(tensor: TensorSpec, spec: ModelSpec, layout: Layout, index: int) -> TensorSpec:
+    return replace(tensor, shape=tp_shape(tensor, layout.tp, index, spec.attention))
+
+
+def micro_batch_collectives(
+    spec: ModelSpec,
+    layout: Layout,
+    batch: Batch,
+    stage: int,
+    k: int | None,
+    frozen: Collection[str],
+    phase: Literal["forward", "backward"],
+) -> Iterator[Collective]:
+    """Yield what one micro-batch's ``phase`` through ``stage`` sends on ``tp``, in order."""
+    if layout.tp == 1:
+        return
+    table = precision_table(layout)
+    tokens = batch.micro_batch * batch.seq_len
+    hidden, compute = tokens * spec.hidden_size * table.bytes_of("wire"), table.bytes_of("compute")
+    last = stage == layout.num_stages - 1
+
+    def send(kind: CollectiveKind, num_bytes: int, what: str) -> Collective:
+        return Collective(
+            kind=kind,
+            axis="tp",
+            group_size=layout.tp,
+            num_bytes=num_bytes,
+            what=what,
+            stage=stage,
+            micro_batch=k,
+        )
+
+    summed = tokens * spec.hidden_size * compute
+    if phase == "forward":
+        if stage == 0:
+            yield send("all_reduce", hidden, "looked-up embedding")
+        for layer in stage_layers(layout, stage):
+            for pair in PAIRS:
+                name = f"{pair} of layer {layer}"
+                if layout.sp:
+                    yield send("all_gather", hidden, f"hidden states into {name}")
+                yield send(
+                    "reduce_scatter" if layout.sp else "all_reduce", summed, f"partial sums out of {name}"
+                )
+        if layout.sp:
+            yield send("all_gather", hidden, "hidden states after the last layer of the stage")
+        if last:
+            size = 8 if layout.precision == "fp64" else 4
+            for rows in _loss_rows(layout, tokens):
+                yield send("all_reduce", rows * size, "largest logit of each token")
+                yield send(
+                    "all_reduce", 2 * rows * size, "sum of exponentials and target's logit of each token"
+                )
+        return
+    if last:
+        yield send("all_reduce", hidden, "gradient of the head's input")
+    flows = stage > 0 or any(t.name not in frozen for t in spec.embedding)
+    entry = flows
+    steps: list[tuple[str, bool, bool]] = []
+    for layer in stage_layers(layout, stage):
+        for pair in PAIRS:
+            into, inside, flows = _flow(spec.blocks[layer], pair, flows, frozen)
+            steps.append((f"{pair} of layer {layer}", into, inside))
+    for i, (name, into, inside) in reversed(list(enumerate(steps))):
+        ends_block = i % len(PAIRS) == len(PAIRS) - 1
+        if layout.recompute != "none" and ends_block and (inside or steps[i - 1][2]):
+            yield from _recomputed(layout, steps[i - 1][0], name, send, hidden, summed)
+        if layout.sp and inside:
+            yield send("all_gather", summed, f"gradient of the partial sums of {name}")
+        if into:
+            kind = "reduce_scatter" if layout.sp else "all_reduce"
+            yield send(kind, hidden, f"gradient of the input of {name}")
+    if layout.sp and entry:
+        yield send("all_gather", hidden, "gradient of the hidden states before the first layer of the stage")
+
+
+def _loss_rows(layout: Layout, tokens: int) -> list[int]:
+    """Return the tokens of each chunk of the loss."""
+    rows = -(-tokens // LOSS_CHUNKS) if layout.loss == "chunked" else tokens
+    return [min(rows, tokens - start) for start in range(0, tokens, rows)]
+
+
+def _recomputed(
+    layout: Layout, first: str, second: str, send: Callable[..., Collective], hidden: int, summed: int
+) -> Iterator[Collective]:
+    """Yield what a block's second forward sends: all but the sum at its very end, which nothing there needs."""
+    if layout.sp:
+        yield send("all_gather", hidden, f"hidden states into {first}, recomputed")
+    yield send(
+        "reduce_scatter" if layout.sp else "all_reduce", summed, f"partial sums out of {first}, recomputed"
+    )
+    if layout.sp:
+        yield send("all_gather", hidden, f"hidden states into {second}, recomputed")
+
+
+def _flow(block: BlockSpec, pair: str, before: bool, frozen: Collection[str]) -> tuple[bool, bool, bool]:
+    """Return whether there is a gradient for a pair's input, for its partial sums and for what follows it."""
+    norms = [t for t in block.tensors if t.role == "norm" and t.dims == ("hidden",)]
+    weights = [t for t in norms if not t.is_bias]
+    first = weights[PAIRS.index(pair)].name.rpartition(".")[0]
+
+    def trains(tensors: list[TensorSpec]) -> bool:
+        return any(t.name not in frozen for t in tensors)
+
+    into = before or trains([t for t in norms if t.name.startswith(first + ".")])
+    own = [t for t in block.tensors if t.role in (f"{pair}_in", f"{pair}_out")]
+    if pair == "attention":
+        own += [t for t in block.tensors if t.dims == ("head_dim",)]
+    added = [t for t in own if t.role == f"{pair}_out" and t.is_bias]
+    inside = into or trains([t for t in own if t not in added])
+    return into, inside, inside or before or trains(added)
+
+
+def step_collectives(
+    spec: ModelSpec,
+    layout: Layout,
+    stages: Collection[int],
+    rank_shard: tuple[int, int],
+    frozen: Collection[str],
+) -> Iterator[Collective]:
+    """Yield the all_reduce of the gradients that are partial sums on ``tp``, once per step.
+
+    ``rank_shard`` is (ZeRO shards, this rank's index among them). All ranks of ``tp`` send the same.
+    """
+    if layout.tp == 1:
+        return
+    numel = 0
+    for stage in sorted(stages):
+        for layer in stage_layers(layout, stage):
+            for tensor in spec.blocks[layer].tensors:
+                where = gradient_sum(tensor, layout.tp, layout.sp, spec.attention)
+                if where and tensor.name not in frozen:
+                    held = shard_numel(_local(tensor, spec, layout, 0).shape, *rank_shard)
+                    numel += held * (spec.attention.num_kv_heads if where == "heads" else 1)
+    if numel:
+        yield Collective(
+            kind="all_reduce",
+            axis="tp",
+            group_size=layout.tp,
+            num_bytes=numel * precision_table(layout).bytes_of("gradient"),
+            what="gradients that are partial sums on the tensor axis",
+            stage=min(stages),
+        )
