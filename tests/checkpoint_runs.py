@@ -14,7 +14,7 @@ from meshwright.checkpoint.save import save_checkpoint
 from meshwright.layout.parse import parse_layout
 from meshwright.mesh.device_mesh import build_mesh
 from meshwright.model.read_hf import spec_from_config
-from meshwright.parallel.apply import ParallelModel, apply_plan, full_tensor
+from meshwright.parallel.apply import ParallelModel, apply_plan, full_tensor, needs_tied_group
 from meshwright.program.make import make_plan
 from meshwright.program.plan_file import plan_to_dict
 from meshwright.train.optim import Rate, build_optimizer
@@ -51,7 +51,7 @@ class Run:
         self.rank = rank
         self.spec = spec_from_config(config, "small")
         self.plan = make_plan(self.spec, parse_layout(layout), GLOBAL_BATCH, SEQ_LEN, "small")
-        view = build_mesh(self.plan.layout, rank, tied=self.spec.tied_embeddings)
+        view = build_mesh(self.plan.layout, rank, tied=needs_tied_group(self.plan, self.spec))
         self.model: ParallelModel = apply_plan(self.plan, self.spec, view, seed=seed)
         self.optimizer = build_optimizer(self.model.trainable(), self.model.decays, optimizer)
         self.scale = loss_scale_for(self.plan.layout.precision)

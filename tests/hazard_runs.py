@@ -14,7 +14,7 @@ from meshwright.checkpoint.save import save_checkpoint
 from meshwright.layout.parse import parse_layout
 from meshwright.mesh.device_mesh import build_mesh
 from meshwright.model.read_hf import spec_from_config
-from meshwright.parallel.apply import ParallelModel, apply_plan, full_tensor
+from meshwright.parallel.apply import ParallelModel, apply_plan, full_tensor, needs_tied_group
 from meshwright.parallel.tied import local
 from meshwright.program.make import make_plan
 from meshwright.program.plan_file import plan_to_dict
@@ -57,7 +57,7 @@ class Rig:
         self.rank = rank
         self.spec = spec_from_config(config, "mini")
         self.plan = make_plan(self.spec, parse_layout(text), global_batch, SEQ_LEN, "mini", frozen=freeze)
-        self.view = build_mesh(self.plan.layout, rank, tied=self.spec.tied_embeddings)
+        self.view = build_mesh(self.plan.layout, rank, tied=needs_tied_group(self.plan, self.spec))
         self.model: ParallelModel = apply_plan(self.plan, self.spec, self.view, seed=seed)
         self.settings = optimizer
         self.optimizer = build_optimizer(self.model.trainable(), self.model.decays, optimizer)

@@ -233,7 +233,6 @@ def built_table() -> list[str]:
         )
     rows.append("| `zero` | 0, 1, 2, 3 | |")
     rows.append("| `shard` | any that divides dp | |")
-    rows.append(f"| `chunks` | {built.MAX_CHUNKS} | above {built.MAX_CHUNKS} |")
     for key, runs in built.OPTIONS.items():
         refused = [c for c in CHOICES[key] if c not in runs]
         also = ", `@FILE`" if key == "schedule" else ""

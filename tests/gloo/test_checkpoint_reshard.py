@@ -95,6 +95,22 @@ def test_saved_on_stages_loads_on_one_rank_and_on_shards(pool, tmp_path):
         assert ("lm_head.weight" in whole(results, "loaded")) == ("pp=2" in layout)
 
 
+def test_a_tied_pair_on_one_rank_is_stored_once(pool, tmp_path):
+    """A V-shaped pipeline has embedding and head in two stages of rank 0: two parameters, one stored tensor."""
+    config = TIED | {"num_hidden_layers": 4}
+    first = pool.run(save_one, 2, tmp_path, config, "pp=2,schedule=zbv,precision=fp64", ADAMW, 1)
+    path, want, later = first[0]["path"], whole(first, "saved"), whole(first, "later")
+    keys = {t["key"] for t in json.loads((path / "manifest.json").read_text())["tensors"]}
+    assert "model/model.embed_tokens.weight" in keys
+    assert not any("lm_head" in key for key in keys)
+    for nproc, layout in ((2, "pp=2,schedule=zbv,precision=fp64"), (2, "dp=2,zero=2,precision=fp64")):
+        results = pool.run(load_one, nproc, path, config, layout, ADAMW, 1)
+        for result in results:
+            assert differing(result["loaded"], want) == [], layout
+        for name, tensor in whole(results, "later").items():
+            assert torch.allclose(tensor, later[name], rtol=0, atol=1e-9), (layout, name)
+
+
 def test_momentum_of_sgd_is_kept(pool, tmp_path):
     first = pool.run(save_one, 2, tmp_path, LLAMA, "dp=2,zero=2,precision=fp32", SGD, 0)
     results = pool.run(load_one, 1, first[0]["path"], LLAMA, "precision=fp32", SGD, 0)

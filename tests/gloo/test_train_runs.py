@@ -124,6 +124,7 @@ def test_losses_do_not_depend_on_the_layout(job):
         ("a", "dp=4,zero=2,shard=2"),
         ("b", "dp=2,zero=3,pp=2"),
         ("c", "pp=4,schedule=gpipe"),
+        ("d", "dp=2,zero=1,pp=2,schedule=zbv"),
     ):
         job.run(f"{layout},precision=fp64", name)
         for want, got in zip(job.metrics("one"), job.metrics(name), strict=True):
@@ -144,6 +145,17 @@ def test_resume_in_another_layout_goes_on_as_if_unbroken(job):
         assert got["step"] == want["step"]
         assert got["lr"] == want["lr"]
         assert got["loss"] == pytest.approx(want["loss"], abs=1e-10)
+
+
+def test_resume_from_several_stages_per_rank_on_replicas(job):
+    job.run("pp=2,schedule=interleaved,precision=fp64", "whole")
+    job.run("pp=2,schedule=interleaved,precision=fp64", "broken", stop_at_step=3)
+    job.run("dp=2,precision=fp64", "broken", resume=True)
+    assert len(job.metrics("broken")) == 6
+    for want, got in zip(job.metrics("whole"), job.metrics("broken"), strict=True):
+        assert got["loss"] == pytest.approx(want["loss"], abs=1e-10)
+        if "eval_loss" in want:
+            assert got["eval_loss"] == pytest.approx(want["eval_loss"], abs=1e-10)
 
 
 def test_what_a_run_refuses_before_it_writes(job):

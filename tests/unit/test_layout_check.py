@@ -94,6 +94,10 @@ CASES = [
     ("dp=1", {"spec": gpt2(), "seq": 129}, "E219", ("129", "128")),
     ("dp=1", {"seq": 512}, "W219", ("512", "256")),
     ("pp=2,chunks=2", {}, "E223", ("chunks = 2", "1f1b")),
+    ("pp=2,schedule=zbv,chunks=3", {}, "E223", ("chunks = 3", "chunks = 2")),
+    ("dp=2,schedule=zbv", {}, "E223", ("pp = 1", "schedule=1f1b")),
+    ("pp=5,schedule=zbv", {}, "E211", ("5 * 2", "10 stages", "pp = 4")),
+    ("pp=4,schedule=dualpipev", {"batch": 4}, "E308", ("accumulation = 4", "global batch = 8")),
     ("tp=2", {}, "W202", ("1001", "501", "1 of them padding")),
     ("zero=2", {}, "W203", ("zero = 2",)),
     ("dp=2,pp=2,zero=2", {}, "W204", ("4 micro-batches", "MiB")),
@@ -157,10 +161,10 @@ def test_h175_what_is_not_built_is_refused_and_named() -> None:
     problems = check_built(layout, llama(model_type="gemma2", architectures=["Gemma2ForCausalLM"]))
     assert {p.kind for p in problems} == {Kind.CODE}
     assert sorted(p.where for p in problems) == sorted(
-        f"layout.{k}" for k in ("tp", "cp", "ep", "schedule", "loss", "offload", "compile", "chunks", "pp")
+        f"layout.{k}" for k in ("tp", "cp", "ep", "recompute", "offload", "compile", "pp")
     )
-    assert {p.code for p in problems} == {"E250", "E251", "E252", "E253"}
-    assert "schedule=gpipe | 1f1b" in "\n".join(p.needs for p in problems)
+    assert {p.code for p in problems} == {"E250", "E251", "E252", "E253", "E256"}
+    assert "offload=none" in "\n".join(p.needs for p in problems)
 
 
 def test_a_chunked_loss_is_refused_where_logits_are_capped() -> None:
@@ -170,6 +174,19 @@ def test_a_chunked_loss_is_refused_where_logits_are_capped() -> None:
     assert (capped.code, capped.kind) == ("E254", Kind.CODE)
     assert check_built(layout, llama(**gemma, final_logit_softcapping=None)) == []
     assert check_built(layout, llama()) == []
+
+
+def test_recompute_with_a_split_backward_names_a_whole_one() -> None:
+    (split,) = check_built(parse_layout("pp=2,schedule=zbv,recompute=full"), llama())
+    assert split.code == "E256"
+    assert "schedule=interleaved" in split.do
+    assert check_built(parse_layout("pp=2,schedule=interleaved,chunks=2,recompute=full"), llama()) == []
+
+
+def test_a_parallel_loss_needs_a_tensor_axis() -> None:
+    (alone,) = check_built(parse_layout("dp=2,loss=parallel"), llama())
+    assert (alone.code, alone.kind) == ("E255", Kind.MATH)
+    assert check_built(parse_layout("tp=2,loss=parallel"), llama()) == []
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
@@ -191,9 +208,19 @@ def test_cluster_rules() -> None:
 
 
 def test_every_layout_code_is_triggered_somewhere() -> None:
-    here = {case[2] for case in CASES} | {"E215", "E250", "E251", "E252", "E253", "E254", "W206"}
+    here = {case[2] for case in CASES} | {
+        "E215",
+        "E250",
+        "E251",
+        "E252",
+        "E253",
+        "E254",
+        "E255",
+        "E256",
+        "W206",
+    }
     batch = {"E220", "E221", "E222", "E224"}
-    assert {info.code for info in codes.CODES} == (here | batch) - {"W301"}
+    assert {info.code for info in codes.CODES} == (here | batch) - {"W301", "E308"}
 
 
 SPECS = [llama(), mixtral(), gpt2()]

@@ -152,3 +152,14 @@ def test_an_unknown_code() -> None:
     with pytest.raises(MeshwrightError, match="E455") as caught:
         explain_error("E2001")
     assert "E201" in caught.value.problems[0].do
+
+
+def test_a_rank_with_two_stages_is_told_both() -> None:
+    text = told("dp=1,pp=2,schedule=zbv", 0, tied=True)
+    assert "You own stages 0 and 3 of 0 to 3: you have layer 0 and layer 3 (of 4)" in text
+    assert "send hidden states to rank 1 (stage 1)" in text
+    assert "send gradient of the hidden states to rank 1 (stage 2)" in text
+    assert "tied pair" not in text
+    assert "run backward for the weights through your layers of stage 3" in text
+    assert "two halves" in text
+    assert "tied pair" in told("dp=1,pp=2,schedule=interleaved", 0, tied=True)

@@ -208,9 +208,9 @@ def test_a_schedule_file_runs(tmp_path: Path) -> None:
     [
         ("0F0,0B0\n1F0,1B0", 2, "E307", "global batch = 1"),
         ("0F0,0B0\n1F0,1B0\n2F0,2B0", 1, "E307", "pp = 3"),
-        ("0F0,0I0,0W0\n1F0,1I0,1W0", 1, "E301", "split backwards"),
         ("1F0,1B0\n0F0,0B0", 1, "E304", "sort the rows"),
-        ("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0", 1, "E301", "4 stages on 2 ranks"),
+        ("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0", 1, "E307", "chunks = 2"),
+        ("0F0,1F0,1B0,0B0\n,,", 1, "E307", "no action in row 1"),
         ("0B0,0F0\n1F0,1B0", 1, "E305", "0B0,0F0\n^"),
     ],
 )
@@ -219,6 +219,15 @@ def test_a_schedule_file_that_does_not_fit(
 ) -> None:
     found = refusal(schedule_file(tmp_path, text), batch)
     assert part in found[code]
+
+
+def test_a_schedule_file_with_halves_and_two_stages_per_rank(tmp_path: Path) -> None:
+    halves = schedule_file(tmp_path, "0F0,0I0,0W0\n1F0,1I0,1W0")
+    assert make(halves, 1).schedule_text == "0F0,0I0,0W0\n1F0,1I0,1W0"
+    found = refusal(halves.replace("dp=1", "dp=2,zero=3"), 2)
+    assert "split backwards" in found["E216"]
+    v = schedule_file(tmp_path, "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0") + ",chunks=2"
+    assert make(v, 1).layout.num_stages == 4
 
 
 def test_a_schedule_file_that_is_missing(tmp_path: Path) -> None:

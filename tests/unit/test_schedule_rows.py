@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 from meshwright.base.codes import schedule as codes
 from meshwright.base.errors import MeshwrightError
 from meshwright.schedule.actions import COMPUTE, Action, ActionKind, Schedule, parse_action
-from meshwright.schedule.generate import GENERATORS, generate
+from meshwright.schedule.clock import run_clock
+from meshwright.schedule.generate import GENERATORS, V_SHAPED, fewest_micro_batches, generate
+from meshwright.schedule.generate import SPLIT as SPLIT_NAMES
 from meshwright.schedule.invariants import check_schedule
-from meshwright.schedule.lower import lower
+from meshwright.schedule.lower import lower, lower_forward
 from meshwright.schedule.text import parse_schedule
 
 NAMES = sorted(GENERATORS)
@@ -48,10 +51,23 @@ def test_one_rank_alternates() -> None:
     assert generate("1f1b", 1, 3).text() == "0F0,0B0,0F1,0B1,0F2,0B2"
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zb-h1", "zbv", "dualpipev", "nonsense"])
-def test_a_schedule_without_generator_names_what_works(name: str) -> None:
+def test_the_rows_of_interleaved() -> None:
+    assert generate("interleaved", 2, 2, 2).text().splitlines() == [
+        "0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1",
+        "1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1",
+    ]
+
+
+def test_the_rows_of_zb_h1() -> None:
+    assert generate("zb-h1", 2, 3).text().splitlines() == [
+        "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2",
+        "1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2",
+    ]
+
+
+def test_a_schedule_without_generator_names_what_works() -> None:
     with pytest.raises(MeshwrightError) as caught:
-        generate(name, 2, 4)
+        generate("nonsense", 2, 4)
     (found,) = caught.value.problems
     assert (found.code, found.kind.value) == ("E301", "code")
     assert "schedule=1f1b" in found.do
@@ -59,23 +75,93 @@ def test_a_schedule_without_generator_names_what_works(name: str) -> None:
 
 
 def test_chunks_and_numbers_below_one() -> None:
-    with pytest.raises(MeshwrightError, match="E301"):
-        generate("1f1b", 2, 4, chunks=2)
+    for name, chunks in (("1f1b", 2), ("zb-h1", 2), ("zbv", 1), ("dualpipev", 3), ("interleaved", 1)):
+        with pytest.raises(MeshwrightError, match="E223"):
+            generate(name, 2, 4, chunks)
+    with pytest.raises(MeshwrightError, match="E218"):
+        generate("interleaved", 2, 3, 2)
+    with pytest.raises(MeshwrightError, match="E308") as caught:
+        generate("dualpipev", 4, 7, 2)
+    assert "accumulation = 8" in caught.value.problems[0].do
     with pytest.raises(MeshwrightError, match="E306"):
         generate("1f1b", 2, 0)
     with pytest.raises(MeshwrightError, match="E306"):
         parse_schedule("\n \n")
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.sampled_from(NAMES), st.integers(1, 9), st.integers(1, 20))
-def test_generated_rows_hold_the_invariants_and_read_back(name: str, p: int, m: int) -> None:
-    schedule = generate(name, p, m)
+def built(name: str, p: int, m: int, v: int) -> Schedule:
+    """Return the schedule with the nearest numbers that it can have."""
+    chunks = 2 if name in V_SHAPED else v if name == "interleaved" else 1
+    least, step = fewest_micro_batches(name, p)
+    return generate(name, p, max(least, m // step * step), chunks)
+
+
+GENERATED = st.builds(built, st.sampled_from(NAMES), st.integers(1, 7), st.integers(1, 16), st.integers(2, 4))
+
+
+@settings(max_examples=200, deadline=None)
+@given(GENERATED)
+def test_generated_rows_hold_the_invariants_and_read_back(schedule: Schedule) -> None:
     assert check_schedule(schedule) == []
     counts = Counter(a for row in schedule.rows for a in row)
     assert set(counts.values()) == {1}
-    assert len(counts) == 2 * p * m
-    assert parse_schedule(schedule.text(), name) == schedule
+    halves = sum(a.kind is ActionKind.INPUT_GRAD for a in counts)
+    assert len(counts) == 2 * schedule.num_stages * schedule.num_micro_batches + halves
+    assert (halves > 0) == (schedule.name in SPLIT_NAMES)
+    assert parse_schedule(schedule.text(), schedule.name) == schedule
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(2, 4), st.integers(1, 5), st.integers(2, 9))
+def test_interleaved_has_its_closed_form(p: int, rounds: int, v: int, f: int, b: int) -> None:
+    m = p * rounds
+    clock = run_clock(generate("interleaved", p, m, v), float(f), float(b))
+    assert clock.makespan_s == m * v * (f + b) + (p - 1) * (f + b)
+    bound = [min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1) for r in range(p)]
+    assert list(clock.peak_in_flight) == bound
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 20), st.integers(1, 5))
+def test_zb_h1_has_its_closed_form(p: int, more: int, f: int) -> None:
+    """The bubble is (p-1)(F+I-W), with I = W here; 1F1B's is (p-1)(F+I+W), and both hold p micro-batches."""
+    m = p + more
+    clock = run_clock(generate("zb-h1", p, m), float(f), 2.0 * f)
+    assert clock.makespan_s == 3 * f * m + (p - 1) * f
+    usual = run_clock(generate("1f1b", p, m), float(f), 2.0 * f)
+    assert usual.makespan_s == 3 * f * m + (p - 1) * 3 * f
+    assert max(clock.peak_in_flight) == max(usual.peak_in_flight) == p
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 24))
+def test_zbv_holds_2p_chunks_and_waits_less_than_2p_slots(p: int, more: int) -> None:
+    """1F1B of the same model (a rank's two chunks as one stage) waits 6(p-1) slots."""
+    m = p + more
+    clock = run_clock(generate("zbv", p, m, 2), 1.0, 2.0)
+    assert max(clock.peak_in_flight) <= 2 * p
+    assert p - 1 <= clock.makespan_s - 6 * m <= 2 * p - 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 24))
+def test_dualpipev_has_its_closed_form(p: int, more: int) -> None:
+    m = 2 * p + more
+    clock = run_clock(generate("dualpipev", p, m, 2), 1.0, 2.0)
+    assert clock.makespan_s == 6 * m + p - 1
+    assert max(clock.peak_in_flight) <= 2 * p + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(GENERATED, st.integers(1, 16))
+def test_forwards_alone_are_lowered_for_any_number_of_micro_batches(schedule: Schedule, count: int) -> None:
+    count = min(count, schedule.num_micro_batches)
+    rows = lower_forward(schedule, count)
+    forwards = [a for row in rows for a in row if a.kind is ActionKind.FORWARD]
+    assert len(forwards) == len(set(forwards)) == schedule.num_stages * count
+    away = sum(a != b for a, b in itertools.pairwise(schedule.stage_ranks))
+    for kind in (ActionKind.SEND_F, ActionKind.RECV_F):
+        assert sum(a.kind is kind for row in rows for a in row) == away * count
 
 
 def test_blank_cells_are_idle_slots() -> None:
@@ -128,11 +214,11 @@ def test_the_arrow_stays_near_in_long_rows() -> None:
 
 def test_every_schedule_code_is_triggered_somewhere() -> None:
     # E307 in test_program_plan.py, W301 in test_layout_check.py
-    assert {i.code for i in codes.CODES} == {f"E30{n}" for n in range(1, 8)} | {"W301"}
+    assert {i.code for i in codes.CODES} == {f"E30{n}" for n in range(1, 9)} | {"W301"}
 
 
 SCHEDULES = st.one_of(
-    st.builds(generate, st.sampled_from(NAMES), st.integers(1, 7), st.integers(1, 12)),
+    GENERATED,
     st.sampled_from([parse_schedule(V_SHAPE), parse_schedule(SPLIT)]),
 )
 

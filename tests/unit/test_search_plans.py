@@ -87,7 +87,9 @@ def test_nothing_fits_names_the_change():
     assert "recompute=full" in change(kept)
     found = search(big, many, 4096, 1024)
     assert {p.layout.recompute for p in found.plans} & {"full", "selective"}
-    assert "GPUs" in change(search(read_model("llama-2-13b"), read_cluster("v100-32gb-x8"), 2048, 64, fix="tp=1"))
+    assert "GPUs" in change(
+        search(read_model("llama-2-13b"), read_cluster("v100-32gb-x8"), 2048, 64, fix="tp=1")
+    )
     assert "zero=3" in change(
         search(LLAMA, A100, 2048, 64, fix="dp=8,zero=2,micro_batch=1,recompute=none,loss=eager,tp=1")
     )

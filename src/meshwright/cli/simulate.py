@@ -88,7 +88,7 @@ def _clock(plan: Plan, schedule: Schedule, cluster: str | None) -> tuple[Clock, 
         return run_clock(schedule, FORWARD_UNITS, BACKWARD_UNITS), None  # the plan's cluster file is not here
     from meshwright.cost.fast import columns
     from meshwright.cost.pieces import make_pricer
-    from meshwright.cost.predict import check_world, stage_memory
+    from meshwright.cost.predict import check_world, rank_memory
     from meshwright.model.read_hf import spec_from_config
 
     check_world(plan.layout, machine)
@@ -99,7 +99,7 @@ def _clock(plan: Plan, schedule: Schedule, cluster: str | None) -> tuple[Clock, 
     forward = [float(x) for x in costs.forward[0, :stages]]
     backward = [float(x) for x in costs.backward[0, :stages]]
     clock = run_clock(schedule, forward, backward, float(costs.send[0]))
-    memory = [m.as_dict() for m in stage_memory(costs, clock.peak_in_flight)]
+    memory = [m.as_dict() for m in rank_memory(costs, schedule, clock)]
     return clock, {
         "cluster": machine.name,
         "memory_bytes": memory,

@@ -17,13 +17,13 @@ from meshwright.layout.cut import resolve_cut
 from meshwright.layout.layout import Layout
 from meshwright.model.spec import ModelSpec
 from meshwright.program.plan import Plan
-from meshwright.schedule.generate import generate
+from meshwright.schedule.generate import GENERATORS, generate
 from meshwright.schedule.text import parse_schedule
 
 
 def can_price(layout: Layout, schedule_text: str = "") -> bool:
-    """Return whether the cost model knows the layout's schedule: one stage per rank, gpipe, 1f1b or given rows."""
-    return layout.chunks == 1 and (bool(schedule_text) or layout.schedule in ("gpipe", "1f1b"))
+    """Return whether the cost model knows the layout's schedule: one with a generator, or given rows."""
+    return bool(schedule_text) or layout.schedule in GENERATORS
 
 
 def item(plan: Plan) -> dict[str, Any]:

@@ -7,7 +7,7 @@ together by index.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -36,9 +36,9 @@ from meshwright.layout.layout import LOSS_CHUNKS, Layout
 from meshwright.layout.ranks import group as rank_group
 from meshwright.layout.ranks import strides
 from meshwright.model.spec import TensorSpec
-from meshwright.schedule.actions import ActionKind
+from meshwright.schedule.actions import ActionKind, Schedule
 from meshwright.schedule.clock import Clock, run_clock
-from meshwright.schedule.generate import generate
+from meshwright.schedule.generate import SPLIT, V_SHAPED, generate
 from meshwright.schedule.order import play
 
 ADAM_BYTES: Final = 28.0
@@ -210,7 +210,7 @@ def _exposed(rates_overlap: bool, seconds: Floats, window: Floats, edge: Floats)
 def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch]) -> Columns:
     """Return what each layout costs; ``batches`` holds its batch arithmetic, one per layout."""
     rows, num_kinds = len(layouts), len(pricer.kinds)
-    stages = max(layout.pp for layout in layouts)
+    stages = max(layout.num_stages for layout in layouts)
     counts = np.zeros((rows, stages, num_kinds))
     first = np.zeros((rows, stages))
     last = np.zeros((rows, stages))
@@ -229,23 +229,23 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
     node = pricer.cluster.gpus_per_node
     sends: dict[tuple[int, int, int, int], float] = {}
     for r, layout in enumerate(layouts):
-        slot = (layout.pp, layout.cut)
+        slot = (layout.num_stages, layout.cut)
         if slot not in cut_of:
             cut = resolve_cut(pricer.spec, layout, pricer.seq_len)
             cut_of[slot] = (cut, _kind_counts(pricer, cut))
         cut, kinds = cut_of[slot]
         cuts.append(cut)
-        counts[r, : layout.pp] = kinds
-        present[r, : layout.pp] = 1.0
+        counts[r, : layout.num_stages] = kinds
+        present[r, : layout.num_stages] = 1.0
         first[r, 0] = 1.0
-        last[r, layout.pp - 1] = 1.0
+        last[r, layout.num_stages - 1] = 1.0
         key = work_key(layout)
         key_at[r] = keys.setdefault(key, len(keys))
         end_at[r] = ends.setdefault((key, layout.loss), len(ends))
         stage = sharding_stage(layout)
         shards = layout.shard if stage else 1
         table = (
-            layout.pp,
+            layout.num_stages,
             layout.cut,
             layout.tp,
             layout.ep,
@@ -257,7 +257,7 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
         )
         if table not in tables:
             tables[table] = len(loads)
-            units = stage_units(pricer, layout.pp, layout.tp, layout.ep, shards)
+            units = stage_units(pricer, layout.num_stages, layout.tp, layout.ep, shards)
             loads.append(_table(pricer, layout, units, kinds, stages))
         table_at[r] = tables[table]
         if layout.pp > 1:
@@ -284,7 +284,7 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
     m = np.array([float(b.accumulation) for b in batches])
     zero = np.array([float(sharding_stage(layout)) for layout in layouts])
     gpipe = np.array([layout.schedule == "gpipe" for layout in layouts])
-    depth = np.array([float(layout.pp) for layout in layouts])
+    depth = np.array([float(layout.num_stages) for layout in layouts])
     place = np.arange(stages)[None, :]
     in_flight = np.where(gpipe[:, None], m[:, None], np.minimum(m[:, None], depth[:, None] - place)) * present
     load = _load(
@@ -321,12 +321,29 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
     data = mm * (forward_wait + backward_wait) + once
     if pricer.spec.tied_embeddings:
         tied = np.array([_tied_seconds(pricer, layout) for layout in layouts])
-    optimizer = _optimizer(pricer, table).max(axis=1)
+    update = _optimizer(pricer, table)
+    optimizer = update.max(axis=1)
     other = _other(pricer, layouts) + tied
     makespan = pipeline_seconds(forward, backward, send, m, depth, gpipe)
     shared = _shared(pricer, layouts, m, forward, backward, send)
-    step = makespan * shared + once.max(axis=1) + optimizer + other
     busy = ((forward + backward) * mm).max(axis=1)
+    peak = memory["peak"].max(axis=1)
+    owed = once.max(axis=1)
+    for r, layout in enumerate(layouts):
+        if layout.pp > 1 and (layout.chunks > 1 or layout.schedule in SPLIT):
+            # few layouts have these schedules: each is played by itself
+            schedule = _schedule(layout, int(m[r]))
+            ahead_s, behind_s = list(forward[r]), list(backward[r])
+            clock = run_clock(
+                schedule, ahead_s[: layout.num_stages], behind_s[: layout.num_stages], float(send[r])
+            )
+            makespan[r], shared[r] = clock.makespan_s, contention(clock, pricer.cluster, layout)
+            busy[r] = max(clock.busy_s)
+            owed[r] = over_ranks(once[r], schedule).max()
+            optimizer[r] = over_ranks(update[r], schedule).max()
+            held = peak_memory(rank_load(load, r, schedule, clock), outside[r : r + 1])
+            peak[r] = held["peak"].max()
+    step = makespan * shared + owed + optimizer + other
     return Columns(
         layouts=tuple(layouts),
         cuts=tuple(cuts),
@@ -348,10 +365,105 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
         memory=memory,
         load=load,
         outside=outside,
-        peak=memory["peak"].max(axis=1),
+        peak=peak,
         step=step,
         bubble=np.maximum(0.0, makespan * shared - busy) / step,
     )
+
+
+def _schedule(layout: Layout, m: int) -> Schedule:
+    """Return the schedule to play; a schedule file, which is not at hand here, counts as 1F1B or interleaved."""
+    named = layout.schedule
+    if named.startswith("@"):
+        named = (
+            "interleaved"
+            if layout.chunks > 1 and m % layout.pp == 0
+            else "zbv"
+            if layout.chunks == 2
+            else "1f1b"
+        )
+    return generate(named, layout.pp, m, layout.chunks)
+
+
+def over_ranks(values: Floats, schedule: Schedule) -> Floats:
+    """Return the sums over each pipeline rank's stages of per-stage ``values``, [stages] to [ranks]."""
+    out = np.zeros(schedule.num_ranks)
+    np.add.at(out, list(schedule.stage_ranks), values[: schedule.num_stages])
+    return out
+
+
+def rank_load(load: StageLoad, row: int, schedule: Schedule, clock: Clock) -> StageLoad:
+    """Return what each pipeline rank holds, [1, ranks], of the stages of layout ``row``, with the clock's in flight.
+
+    Parameters and messages add over a rank's stages, the largest unit is the largest of any. Activations and weight
+    casts are the mean over the chunks that are held at the rank's fullest moment.
+    """
+    stages, ranks = schedule.num_stages, schedule.num_ranks
+    home = list(schedule.stage_ranks)
+    held = held_by_stage(clock, schedule)
+    weight = np.array(held, dtype=np.float64)
+    total = np.maximum(over_ranks(weight, schedule), 1.0)
+
+    def added(values: Floats) -> Floats:
+        return over_ranks(values[row], schedule)[None, :]
+
+    def largest(values: Floats) -> Floats:
+        out = np.zeros(ranks)
+        np.maximum.at(out, home, values[row, :stages])
+        return out[None, :]
+
+    def mean(values: Floats) -> Floats:
+        return (over_ranks(values[row, :stages] * weight, schedule) / total)[None, :]
+
+    losses = np.zeros(ranks)
+    losses[home[-1]] = weight[-1]
+    return replace(
+        load,
+        zero=largest(load.zero),
+        shards=largest(load.shards),
+        micro_batches=largest(load.micro_batches),
+        in_flight=np.array([[float(n) for n in clock.peak_in_flight]]),
+        losses=losses[None, :],
+        full=added(load.full),
+        trainable=added(load.trainable),
+        root=added(load.root),
+        root_trainable=added(load.root_trainable),
+        boundary=added(load.boundary),
+        final=added(load.final),
+        logits=added(load.logits),
+        kept_loss=added(load.kept_loss),
+        chunked=largest(load.chunked),
+        tensor=largest(load.tensor),
+        block=largest(load.block),
+        block_trainable=largest(load.block_trainable),
+        recompute=largest(load.recompute),
+        transient=largest(load.transient),
+        cast=mean(load.cast),
+        activations=mean(load.activations),
+        storage=largest(load.storage),
+        compute=largest(load.compute),
+        reduce=largest(load.reduce),
+        autocast=largest(load.autocast),
+    )
+
+
+def held_by_stage(clock: Clock, schedule: Schedule) -> tuple[int, ...]:
+    """Return the micro-batches that each stage holds at the fullest moment of its rank."""
+    best = [0] * schedule.num_ranks
+    out = [0] * schedule.num_stages
+    now = [0] * schedule.num_stages
+    for span in clock.spans:  # by rank, then by time
+        if span.action.kind is ActionKind.FORWARD:
+            now[span.action.stage] += 1
+        elif span.action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD):
+            now[span.action.stage] -= 1
+        mine = [s for s, r in enumerate(schedule.stage_ranks) if r == span.rank]
+        total = sum(now[s] for s in mine)
+        if total > best[span.rank]:
+            best[span.rank] = total
+            for s in mine:
+                out[s] = now[s]
+    return tuple(out)
 
 
 def _kind_counts(pricer: Pricer, cut: Sequence[int]) -> Floats:
@@ -373,7 +485,7 @@ def _table(
     out: dict[str, list[float]] = {}
     known: dict[tuple[object, ...], DataSeconds] = {}
     for s in range(stages):
-        if s < layout.pp:
+        if s < layout.num_stages:
             row = [int(n) for n in kinds[s]]
             held = [(units.root[s], 1), *zip(units.kinds, row, strict=True)]
             here = [u for u, n in held[1:] if n]
@@ -455,6 +567,7 @@ def _load(
         kept_loss=per_stage("loss"),
         chunked=wide(chunked),
         logits=last * wide(tokens * spec.vocab_size / parts),
+        losses=in_flight,
         storage=np.full(shape, float(STATE_BYTES[pricer.precision])),
         compute=np.full(shape, float(COMPUTE_BYTES[pricer.precision])),
         reduce=np.full(shape, float(STATE_BYTES[pricer.precision])),
@@ -495,7 +608,7 @@ def _other(pricer: Pricer, layouts: Sequence[Layout]) -> Floats:
 
 def _tied_seconds(pricer: Pricer, layout: Layout) -> float:
     """Return the seconds of summing a tied embedding's gradient between first and last stage."""
-    if layout.pp < 2:
+    if layout.pp < 2 or layout.schedule in V_SHAPED:
         return 0.0
     table = pricer.spec.vocab_size * pricer.spec.hidden_size / layout.tp / max(1, layout.dp_shard)
     shape = strided_shape(2, strides(layout)["pp"] * (layout.pp - 1), pricer.cluster.gpus_per_node)

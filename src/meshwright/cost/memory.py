@@ -56,6 +56,7 @@ class StageLoad:
         final: the part of ``activations`` that is gone before a block's backward (final norm, head's input).
         logits: elements of logits alive at once on this rank (0 but on the last stage).
         kept_loss: bytes that the loss keeps of a micro-batch until its backward.
+        losses: micro-batches whose loss is kept (in flight on the last stage).
         chunked: 1 where the loss runs by chunks of tokens, else 0.
         storage, compute, reduce: bytes per element at rest, computing, and when reduced.
         autocast: 1 where weights are cast by autocast (zero = 0 in 16 bit), else 0.
@@ -80,6 +81,7 @@ class StageLoad:
     final: Floats
     logits: Floats
     kept_loss: Floats
+    losses: Floats
     chunked: Floats
     storage: Floats
     compute: Floats
@@ -127,7 +129,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     )
     acts = x.in_flight * x.activations
     # every other micro-batch in flight keeps its log-softmax, or the gradients that a chunked loss made
-    kept_logits = x.kept_loss * np.maximum(x.in_flight - 1.0, 0.0)
+    kept_logits = x.kept_loss * np.maximum(x.losses - 1.0, 0.0)
     chunked = x.chunked > 0
     # FSDP2 holds on to the last reduce-scatter's input (the root unit's) until the next micro-batch reduces
     stale = np.where((x.zero >= 2) & accumulates, x.reduce * x.root_trainable, 0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -12,7 +11,8 @@ import numpy as np
 from meshwright.base.errors import MeshwrightError, problem, refuse
 from meshwright.base.records import MemoryBytes, Prediction, RankRecord, TimeSeconds
 from meshwright.cluster.spec import ClusterSpec
-from meshwright.cost.fast import Columns, columns, contention
+from meshwright.cost.collective import Floats
+from meshwright.cost.fast import Columns, columns, contention, over_ranks, rank_load
 from meshwright.cost.memory import PEAK_SPREAD, memory_record, peak_memory
 from meshwright.cost.pieces import Pricer, make_pricer
 from meshwright.layout.batch import Batch
@@ -80,38 +80,42 @@ def predict(
 def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedule) -> Prediction:
     """Return the prediction, pricing pieces with ``pricer`` (which keeps what it has priced)."""
     cols = columns(pricer, [layout], [batch])
-    depth = layout.pp
+    depth = schedule.num_stages
     forward = [float(x) for x in cols.forward[0, :depth]]
     backward = [float(x) for x in cols.backward[0, :depth]]
     send = float(cols.send[0])
     clock = run_clock(schedule, forward, backward, send)
     without = run_clock(schedule, forward, backward) if send else clock
     m = float(batch.accumulation)
-    busy = [m * (f + b) for f, b in zip(forward, backward, strict=True)]
-    slowest = max(range(depth), key=lambda s: busy[s])
+    busy = over_ranks(np.array([m * (f + b) for f, b in zip(forward, backward, strict=True)]), schedule)
+    slowest = int(busy.argmax())
+
+    def of_rank(values: Floats) -> float:
+        return float(over_ranks(values[0], schedule)[slowest])
+
     length = clock.makespan_s * contention(clock, pricer.cluster, layout)
     bare = without.makespan_s * contention(without, pricer.cluster, layout)
-    once = float(cols.once[0].max())
-    at = (0, slowest)
-    extra_data = once - float(cols.once[at])
+    once = float(over_ranks(cols.once[0], schedule).max())
+    extra_data = once - of_rank(cols.once)
     # on a CPU with fewer cores than ranks a whole step can be shorter than one rank's measured share
-    scale = min(1.0, bare / busy[slowest]) if busy[slowest] else 1.0
-    per_step = float(cols.data[at]) - float(cols.once[at])
+    longest = float(busy[slowest])
+    scale = min(1.0, bare / longest) if longest else 1.0
+    per_step = of_rank(cols.data) - of_rank(cols.once)
     time = TimeSeconds(
-        compute=float(cols.compute[at]) * scale,
-        recompute=float(cols.recompute[at]) * scale,
-        tensor=float(cols.tensor[at]) * scale,
-        context=float(cols.context[at]) * scale,
-        expert=float(cols.expert[at]) * scale,
-        data=per_step * scale + float(cols.once[at]) + extra_data,
+        compute=of_rank(cols.compute) * scale,
+        recompute=of_rank(cols.recompute) * scale,
+        tensor=of_rank(cols.tensor) * scale,
+        context=of_rank(cols.context) * scale,
+        expert=of_rank(cols.expert) * scale,
+        data=per_step * scale + of_rank(cols.once) + extra_data,
         pipeline=max(0.0, length - bare),
-        bubble=max(0.0, bare - busy[slowest] * scale),
+        bubble=max(0.0, bare - longest * scale),
         optimizer=float(cols.optimizer[0]),
         other=float(cols.other[0]),
     )
     step_s = time.total
-    stages = stage_memory(cols, clock.peak_in_flight)
-    peak = max(range(depth), key=lambda s: stages[s].total)
+    stages = rank_memory(cols, schedule, clock)
+    peak = max(range(layout.pp), key=lambda s: stages[s].total)
     world = layout.world_size
     spec = pricer.spec
     flops = flops_per_token(spec, pricer.seq_len).causal * batch.tokens
@@ -146,7 +150,7 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
         step_time_low_s=step_s * math.exp(-BAND_QUANTILE * spread),
         step_time_high_s=step_s * math.exp(BAND_QUANTILE * spread),
         oom_probability=oom_probability(stages[peak].total, memory.value),
-        hidden_s={"data": float(cols.hidden[at])},
+        hidden_s={"data": of_rank(cols.hidden)},
         sources=sources,
     )
 
@@ -167,13 +171,10 @@ def _between(cluster: ClusterSpec) -> tuple[str, ...]:
     return (f"link between nodes: {cluster.inter.rate.source} ({cluster.inter.rate.kind})",)
 
 
-def stage_memory(cols: Columns, peak_in_flight: Sequence[int], row: int = 0) -> list[MemoryBytes]:
-    """Return each stage's memory at its peak with the in-flight micro-batches that the clock saw."""
-    depth = len(peak_in_flight)
-    held = np.array(cols.load.in_flight)
-    held[row, :depth] = peak_in_flight
-    found = peak_memory(replace(cols.load, in_flight=held), cols.outside)
-    return [memory_record({name: found[name][row, s] for name in found}) for s in range(depth)]
+def rank_memory(cols: Columns, schedule: Schedule, clock: Clock, row: int = 0) -> list[MemoryBytes]:
+    """Return each pipeline rank's memory at its peak with the chunks in flight that the clock saw."""
+    found = peak_memory(rank_load(cols.load, row, schedule, clock), cols.outside[row : row + 1])
+    return [memory_record({name: found[name][0, r] for name in found}) for r in range(schedule.num_ranks)]
 
 
 def rank_records(layout: Layout, stages: Sequence[MemoryBytes]) -> tuple[RankRecord, ...]:

@@ -11,8 +11,8 @@ AXES: Final = frozenset({"dp", "pp", "tp"})
 
 OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "schedule": ("gpipe", "1f1b"),
-        "loss": ("eager", "chunked"),
+        "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"),
+        "loss": ("eager", "chunked", "parallel"),
         "recompute": ("none", "selective", "full"),
         "offload": ("none",),
         "compile": ("off",),
@@ -20,9 +20,6 @@ OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     }
 )
 """Values that run, by key of the layout text; a schedule file (``@FILE``) runs too."""
-
-MAX_CHUNKS: Final = 1
-"""Stages per pipeline rank."""
 
 PIPELINE_FAMILIES: Final = (
     "llama",

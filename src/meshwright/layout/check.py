@@ -18,9 +18,7 @@ from meshwright.layout.layout import Layout
 from meshwright.layout.precision import precision_table
 from meshwright.layout.ranks import group, nodes_of
 from meshwright.model.spec import ModelSpec
-
-SPLIT_BACKWARD = ("zb-h1", "zbv", "dualpipev")
-"""Schedules that run a backward in two halves."""
+from meshwright.schedule.generate import SPLIT, check_chunks, check_micro_batches
 
 
 def check(
@@ -238,21 +236,15 @@ def _zero(layout: Layout) -> list[Problem]:
 
 def _pipeline(layout: Layout) -> list[Problem]:
     problems: list[Problem] = []
-    if layout.zero == 3 and layout.schedule in SPLIT_BACKWARD and layout.pp > 1:
+    if layout.zero == 3 and layout.schedule in SPLIT and layout.pp > 1:
         problems.append(
             problem("E216", where="layout.zero", found=f"zero = 3 with schedule={layout.schedule}")
         )
-    chunks, schedule = layout.chunks, layout.schedule
-    wrong = (
-        (schedule in ("gpipe", "1f1b", "zb-h1") and chunks != 1)
-        or (schedule in ("zbv", "dualpipev") and chunks != 2)
-        or (schedule == "interleaved" and chunks < 2)
-    )
-    if wrong:
-        do = "chunks = 1, or schedule=interleaved" if schedule in ("gpipe", "1f1b", "zb-h1") else "chunks = 2"
-        problems.append(
-            problem("E223", where="layout.chunks", found=f"chunks = {chunks} with schedule={schedule}", do=do)
-        )
+    problems += check_chunks(layout.schedule, layout.chunks)
+    if layout.pp == 1 and layout.chunks > 1 and not problems:
+        found = f"chunks = {layout.chunks} with schedule={layout.schedule} and pp = 1"
+        do = "pp = 2 or more, or schedule=1f1b,chunks = 1"
+        problems.append(problem("E223", where="layout.chunks", found=found, do=do))
     return problems
 
 
@@ -319,17 +311,7 @@ def _micro_batches(spec: ModelSpec, layout: Layout, batch: Batch) -> list[Proble
     p, m = layout.pp, batch.accumulation
     if p == 1:
         return []
-    problems: list[Problem] = []
-    if layout.schedule == "interleaved" and m % p:
-        problems.append(
-            problem(
-                "E218",
-                where="batch",
-                found=f"accumulation = {m} is not a multiple of pp = {p}",
-                do=f"accumulation = {_multiples(m, p)}: global batch = "
-                + _multiples(batch.global_batch, p * batch.dp * batch.micro_batch),
-            )
-        )
+    problems = check_micro_batches(layout.schedule, p, m, batch.dp * batch.micro_batch)
     stages = layout.num_stages
     if m < stages:
         share = (p - 1) / (m * layout.chunks + p - 1)
@@ -423,23 +405,20 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
                     where=f"layout.{key}",
                     found=f"{key}={value} cannot run yet",
                     needs=f"{key}={' | '.join(works)}",
-                    do=f"{key}={works[-1] if key == 'schedule' else works[0]}",
+                    do=f"{key}={'1f1b' if key == 'schedule' else works[0]}",
                 )
             )
-    if layout.chunks > built.MAX_CHUNKS:
-        problems.append(
-            problem(
-                "E251",
-                where="layout.chunks",
-                found=f"chunks = {layout.chunks} cannot run yet",
-                needs=f"chunks = {built.MAX_CHUNKS}",
-                do=f"chunks = {built.MAX_CHUNKS}",
-            )
-        )
     if spec is not None and layout.loss == "chunked" and caps_logits(spec):
         problems.append(
             problem("E254", where="layout.loss", found=f'loss=chunked, but "{spec.name}" caps its logits')
         )
+    if layout.loss == "parallel" and layout.tp == 1:
+        problems.append(problem("E255", where="layout.loss", found="loss=parallel with tp = 1"))
+    if layout.recompute != "none" and layout.schedule in SPLIT and layout.pp > 1:
+        found = f"recompute={layout.recompute} with schedule={layout.schedule}"
+        whole = "interleaved" if layout.chunks > 1 else "1f1b"
+        do = f"schedule={whole}, or recompute=none"
+        problems.append(problem("E256", where="layout.recompute", found=found, do=do))
     if spec is not None and layout.pp > 1 and spec.family not in built.PIPELINE_FAMILIES:
         problems.append(
             problem(

@@ -50,6 +50,29 @@ NAMES: Final[tuple[PrivateName, ...]] = (
     PrivateName("torch.distributed.pipelining", "PipelineStage.forward_one_chunk", "parallel.pipeline"),
     PrivateName("torch.distributed.pipelining", "PipelineStage.backward_one_chunk", "parallel.pipeline"),
     PrivateName("torch.distributed.pipelining", "PipelineStage.clear_runtime_states", "parallel.pipeline"),
+    PrivateName(
+        "torch.distributed.pipelining", "PipelineStage.backward_weight_one_chunk", "parallel.pipeline"
+    ),
+    PrivateName(
+        "torch.distributed.pipelining.schedules",
+        "_PipelineScheduleRuntime._maybe_compute_loss",
+        "parallel.pipeline",
+    ),
+    PrivateName(
+        "torch.distributed.pipelining.schedules",
+        "_PipelineScheduleRuntime._maybe_get_loss",
+        "parallel.pipeline",
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        "FSDPParamGroup.post_backward",
+        "parallel.zero",
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_state",
+        "FSDPState._root_post_backward_final_callback",
+        "parallel.zero",
+    ),
     PrivateName("torch", "_foreach_mul_", "parallel.apply"),
     PrivateName("torch", "_foreach_norm", "parallel.apply"),
     PrivateName("torch", "Tensor._make_wrapper_subclass", "checkpoint.pieces"),

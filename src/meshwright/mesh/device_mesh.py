@@ -43,14 +43,14 @@ class MeshView:
         return self.coords["dp_replicate"] * self.layout.dp_shard + self.coords["dp_shard"]
 
     @property
-    def stage(self) -> int:
-        """The pipeline stage (one per rank)."""
+    def pp_rank(self) -> int:
+        """Place in the pipeline; the schedule says which stages live there."""
         return self.coords["pp"]
 
     @property
     def counts_batch(self) -> bool:
         """Whether this rank counts its batch for the whole job: once per replica of the data."""
-        return self.stage == 0 and self.coords["tp"] == 0
+        return self.pp_rank == 0 and self.coords["tp"] == 0
 
     def submesh(self, *axes: str) -> DeviceMesh | None:
         """Return the mesh over those of ``axes`` that have a degree above 1, or None when none has."""
@@ -67,7 +67,7 @@ class MeshView:
 def build_mesh(layout: Layout, rank: int, device_type: str = "cpu", *, tied: bool = False) -> MeshView:
     """Return this rank's view of the mesh of ``layout``; every rank must call it.
 
-    ``tied``: also make the pair groups {first stage, last stage} that sum a tied embedding's gradient.
+    ``tied``: also make the pair groups {first, last rank of a pipeline} that sum a tied embedding's gradient.
 
     Communication: creates process groups (no payload).
     """

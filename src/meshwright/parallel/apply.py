@@ -1,6 +1,6 @@
 """The one fixed order in which a plan becomes a running model on one rank.
 
-build -> freeze -> cut the stage -> cut by the tensor axis -> move -> recompute -> data parallel (replicate or ZeRO)
+build -> freeze -> cut the stages -> cut by the tensor axis -> move -> recompute -> data parallel (replicate or ZeRO)
 -> pipeline -> tied pair.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,16 +23,17 @@ from meshwright.mesh.device_mesh import MeshView
 from meshwright.model.sharding import tp_copies
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.build import build_model, frozen_names
-from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.loss import chunked_loss_sum
+from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import Float64Throughout, dtype_of, forward_context
 from meshwright.parallel.recompute import recompute_blocks
 from meshwright.parallel.replicate import Replicate
-from meshwright.parallel.stage import StageModule, cut_stage, get_module, logical_name
-from meshwright.parallel.tensor import TensorAxis, shard_tensors
-from meshwright.parallel.tied import local, sum_tied_gradient
+from meshwright.parallel.stage import StageModule, cut_stages, get_module, logical_name
+from meshwright.parallel.tensor import TensorAxis, joined, shard_tensors
+from meshwright.parallel.tied import local, sum_local_pair, sum_tied_gradient
 from meshwright.parallel.zero import Zero, shard
 from meshwright.program.plan import Plan
+from meshwright.schedule.actions import ActionKind, Schedule
 from meshwright.schedule.text import parse_schedule
 
 
@@ -54,30 +56,38 @@ class ParallelModel:
     """A model cut by a plan, on one rank: forward and backward of a step, and the gradients it leaves.
 
     Attributes:
+        stages: this rank's stages by index; ``module`` holds them all (it is the stage when there is one).
+        engines: the data parallelism of each stage.
+        stage_of: the stage of each parameter.
         params: this rank's parameters by logical (Hugging Face) name.
         owned: names whose elements this rank counts in sums over logical parameters (each element has one owner).
         decays: names that weight decay applies to: matrices, by their logical shape.
+        tied_weight: this end of a tied embedding whose other end is on another rank.
+        tied_pair: both ends of one whose two stages are on this rank.
     """
 
     spec: ModelSpec
     plan: Plan
     view: MeshView
     table: PrecisionTable
-    module: StageModule
-    data: Replicate | Zero
+    module: nn.Module
+    stages: dict[int, StageModule]
+    engines: dict[int, Replicate | Zero]
+    stage_of: dict[str, int]
     pipeline: Pipeline | None
     params: dict[str, nn.Parameter]
     owned: frozenset[str]
     decays: frozenset[str]
     tied_weight: nn.Parameter | None = None
     tensor: TensorAxis | None = None
+    tied_pair: tuple[nn.Parameter, nn.Parameter] | None = None
     on_action: Callable[[str], None] = field(default=_silent)
     executed: list[str] = field(default_factory=list[str])
 
     @property
     def is_last(self) -> bool:
         """Whether this rank computes the loss."""
-        return self.module.is_last
+        return any(stage.is_last for stage in self.stages.values())
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return this rank's trainable parameters by logical name."""
@@ -85,7 +95,8 @@ class ParallelModel:
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        self.data.zero_grad()
+        for engine in self.engines.values():
+            engine.zero_grad()
 
     def forward_backward(self, inputs_ABT: Tensor, labels_ABT: Tensor, scale: float) -> Tensor:
         """Run every micro-batch forward and backward; return the sum of token losses seen by this rank.
@@ -117,12 +128,13 @@ class ParallelModel:
         sums: list[Tensor] = []
         self.executed = []
         last = inputs_ABT.shape[0] - 1
+        module, data = self.stages[0], self.engines[0]
         for k, (x_BT, y_BT) in enumerate(zip(inputs_ABT, labels_ABT, strict=True)):
             self._note(f"0F{k}")
-            loss_sum = self.module(x_BT, labels=y_BT)
+            loss_sum = module(x_BT, labels=y_BT)
             sums.append(loss_sum.detach())
             self._note(f"0B{k}")
-            self.data.before_backward(last=k == last)
+            data.before_backward(last=k == last)
             (loss_sum * scale).backward()
         return sums
 
@@ -132,9 +144,12 @@ class ParallelModel:
 
     def finish_gradients(self) -> None:
         """Complete the step's gradients: data parallelism, then the tensor axis, then the tied pair."""
-        self.data.finish()
+        for engine in self.engines.values():
+            engine.finish()
         if self.tensor is not None:
             self.tensor.sum_gradients(self.params)
+        if self.tied_pair is not None and self.tied_pair[0].requires_grad:
+            sum_local_pair(*self.tied_pair)
         if self.tied_weight is not None and self.tied_weight.requires_grad:
             sum_tied_gradient(self.tied_weight, self.view.groups[TIED])
 
@@ -144,9 +159,13 @@ class ParallelModel:
 
     def without_gradient(self) -> list[str]:
         """Return the names of trainable parameters that the last step's backwards did not reach on this rank."""
-        if isinstance(self.data, Replicate):  # its gradients always exist, as views of a buffer
-            return [n for n, p in self.trainable().items() if id(p) not in self.data.reached]
-        return [n for n, p in self.trainable().items() if p.grad is None]
+        reached: set[int] = set()
+        for engine in self.engines.values():
+            if isinstance(engine, Replicate):  # its gradients always exist, as views of a buffer
+                reached |= engine.reached
+            else:
+                reached |= {id(p) for p in self.params.values() if p.grad is not None}
+        return [n for n, p in self.trainable().items() if id(p) not in reached]
 
     def square_sums(self) -> tuple[Tensor, Tensor]:
         """Return the sums of squares of the gradient elements that this rank owns, and of all that it holds.
@@ -154,15 +173,17 @@ class ParallelModel:
         The second is for what every rank must agree on (a value that is not finite, on whichever replica). Both are
         float64 scalars.
         """
-        if isinstance(self.data, Replicate):
-            held = self._square_sum(self.data.flat_gradients())
-        else:
-            held = self._square_sum([local(g) for g in self.gradients().values()])
+        held = self._square_sum(self._flat_gradients())
         if not self.owned:
             return torch.zeros_like(held), held
         if set(self.trainable()) <= self.owned:
             return held, held
         return self._square_sum([local(g) for n, g in self.gradients().items() if n in self.owned]), held
+
+    def _flat_gradients(self) -> list[Tensor]:
+        """Return all gradients of this rank in as few tensors as there are: buffers of units, or shards."""
+        flat = [g for e in self.engines.values() if isinstance(e, Replicate) for g in e.flat_gradients()]
+        return flat or [local(g) for g in self.gradients().values()]
 
     def _square_sum(self, grads: list[Tensor]) -> Tensor:
         grads = [g for g in grads if g.numel()]
@@ -172,12 +193,9 @@ class ParallelModel:
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient of this rank by ``factor`` in place."""
-        if isinstance(self.data, Replicate):
-            _multiply(self.data.flat_gradients(), factor)
-        else:
-            grads = [local(g) for g in self.gradients().values()]
-            if grads:
-                _multiply(grads, factor)
+        grads = self._flat_gradients()
+        if grads:
+            _multiply(grads, factor)
 
     @torch.no_grad()
     def evaluate(self, inputs_ABT: Tensor, labels_ABT: Tensor) -> Tensor:
@@ -186,10 +204,11 @@ class ParallelModel:
         if self.pipeline is not None:
             sums = self.pipeline.evaluate(inputs_ABT, labels_ABT)
         else:
-            sums = [self.module(x, labels=y) for x, y in zip(inputs_ABT, labels_ABT, strict=True)]
+            sums = [self.stages[0](x, labels=y) for x, y in zip(inputs_ABT, labels_ABT, strict=True)]
         self.module.train()
-        if isinstance(self.data, Zero):
-            self.data.reshard()
+        for engine in self.engines.values():
+            if isinstance(engine, Zero):
+                engine.reshard()
         return self._total(sums)
 
 
@@ -213,41 +232,63 @@ def apply_plan(
     frozen = frozen_names(spec, plan.frozen)
     for name, p in causal_lm.named_parameters():
         p.requires_grad_(name not in frozen)
-    module = cut_stage(causal_lm, spec, layout.cut_layers, view.stage, dtype_of(table.wire))
-    module.forward_context = lambda: forward_context(table, view.device.type)
-    module.chunked_loss = chunked_loss_sum if layout.loss == "chunked" else None
-    tensor = shard_tensors(module, spec, view) if layout.tp > 1 else None
-    module.to(view.device)
-    shapes = {logical_name(n): tuple(p.shape) for n, p in module.named_parameters()}
+    schedule = parse_schedule(plan.schedule_text, name=layout.schedule)
+    mine = [s for s, r in enumerate(schedule.stage_ranks) if r == view.pp_rank]
+    stages = cut_stages(causal_lm, spec, layout.cut_layers, mine, dtype_of(table.wire))
+    del causal_lm
+    shapes: dict[str, tuple[int, ...]] = {}
+    engines: dict[int, Replicate | Zero] = {}
+    params: dict[str, nn.Parameter] = {}
+    stage_of: dict[str, int] = {}
+    axes: list[TensorAxis] = []
+    again_in = Float64Throughout if table.compute == "fp64" else nullcontext
+    for index, stage in stages.items():
+        stage.forward_context = lambda: forward_context(table, view.device.type)
+        if layout.loss == "chunked":
+            halves = any(a.kind is ActionKind.WEIGHT_GRAD for a in schedule.rows[view.pp_rank])
+            stage.chunked_loss = partial(chunked_loss_sum, halves=halves)
+        if layout.tp > 1:
+            axes.append(shard_tensors(stage, spec, view))
+        stage.to(view.device)
+        shapes |= {logical_name(n): tuple(p.shape) for n, p in stage.named_parameters()}
+        if not any(p.requires_grad for p in stage.parameters()):
+            raise MeshwrightError(
+                problem("E546", where="freeze", found=f"stage {index} has no trainable parameter left")
+            )
+        recompute_blocks(stage_blocks(stage, spec), layout.recompute, again_in)
+        engines[index] = _data_parallel(stage, spec, view, table)
+        held = {logical_name(n): p for n, p in stage.named_parameters()}
+        params |= held
+        stage_of |= dict.fromkeys(held, index)
     decays = frozenset(n for n, shape in shapes.items() if len(shape) >= 2)
-    if not any(p.requires_grad for p in module.parameters()):
-        raise MeshwrightError(
-            problem("E546", where="freeze", found=f"stage {view.stage} has no trainable parameter left")
-        )
-    recompute_blocks(
-        stage_blocks(module, spec), layout.recompute, Float64Throughout if table.compute == "fp64" else nullcontext
-    )
-    data = _data_parallel(module, spec, view, table)
-    params = {logical_name(n): p for n, p in module.named_parameters()}
-    tied = _tied_weight(spec, view, params)
+    pair = _tied_pair(spec, params)
     model = ParallelModel(
         spec=spec,
         plan=plan,
         view=view,
         table=table,
-        module=module,
-        data=data,
+        module=stages[mine[0]] if len(mine) == 1 else nn.ModuleList(stages.values()),
+        stages=stages,
+        engines=engines,
+        stage_of=stage_of,
         pipeline=None,
         params=params,
         owned=_owned(spec, view, params),
         decays=decays,
-        tied_weight=tied,
-        tensor=tensor,
+        tied_weight=None if pair is not None else _tied_weight(spec, view, params),
+        tensor=joined(axes) if axes else None,
+        tied_pair=pair,
         on_action=on_action,
     )
     if layout.pp > 1:
-        model.pipeline = _pipeline(model)
+        model.pipeline = _pipeline(model, schedule)
     return model
+
+
+def needs_tied_group(plan: Plan, spec: ModelSpec) -> bool:
+    """Return whether a tied embedding's two stages lie on two ranks, which then sum its gradient."""
+    homes = parse_schedule(plan.schedule_text, name=plan.layout.schedule).stage_ranks
+    return spec.tied_embeddings and homes[0] != homes[-1]
 
 
 def stage_blocks(module: StageModule, spec: ModelSpec) -> list[nn.Module]:
@@ -304,22 +345,28 @@ def _tied_weight(spec: ModelSpec, view: MeshView, params: Mapping[str, nn.Parame
     return params[pair.tied_to] if pair.tied_to in params else params.get(pair.name)
 
 
-def _pipeline(model: ParallelModel) -> Pipeline:
+def _tied_pair(
+    spec: ModelSpec, params: Mapping[str, nn.Parameter]
+) -> tuple[nn.Parameter, nn.Parameter] | None:
+    """Return embedding and head of a tied embedding when both are parameters of this rank, else None."""
+    pair = next((t for t in spec.tensors() if t.tied_to is not None), None)
+    if pair is None or pair.tied_to is None or pair.name not in params or pair.tied_to not in params:
+        return None
+    return params[pair.tied_to], params[pair.name]
+
+
+def _pipeline(model: ParallelModel, schedule: Schedule) -> Pipeline:
     plan, view = model.plan, model.view
-    schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
     wire = dtype_of(model.table.wire)
     loss = torch.float64 if plan.layout.precision == "fp64" else torch.float32
 
-    def before_backward(last: bool) -> None:
-        model.data.before_backward(last=last)
-
     return Pipeline(
-        model.module,
+        model.stages,
         schedule,
-        stage=view.stage,
+        data=model.engines,
+        rank=view.pp_rank,
         group=view.groups["pp"],
         device=view.device,
-        before_backward=before_backward,
         micro_batch=plan.batch.micro_batch,
         seq_len=plan.batch.seq_len,
         hidden_size=model.spec.hidden_size,

@@ -36,7 +36,12 @@ class Columns:
 
 
 def chunked_loss_sum(
-    head: nn.Module, hidden_BTD: Tensor, labels_BT: Tensor, columns: Columns | None = None
+    head: nn.Module,
+    hidden_BTD: Tensor,
+    labels_BT: Tensor,
+    columns: Columns | None = None,
+    *,
+    halves: bool = False,
 ) -> Tensor:
     """Return the sum over valid tokens of the cross-entropy of ``head(hidden)``, as ``token_loss_sum`` does.
 
@@ -44,7 +49,8 @@ def chunked_loss_sum(
     its weight is gathered. Logits are computed in the autocast dtype, else in the weight's, and reduced in at least
     float32. With gradients enabled at most one chunk of logits, their float32 copy and log-probabilities live at once.
     With ``columns``, the gradient of the hidden states is this rank's share of a sum over the group, and every rank
-    returns the same loss.
+    returns the same loss. ``halves``: a schedule runs the backward twice, for the hidden states and for the weight, so
+    the gradients made in forward stay for the second.
 
     Communication: with ``columns`` two all_reduces a chunk, of [C] and [2, C].
     """
@@ -55,9 +61,13 @@ def chunked_loss_sum(
     hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
     with torch.autocast(device, enabled=False):
         out: Any = _ChunkedLoss.apply(
-            hidden_ND, weight, bias, labels_BT.reshape(-1), compute, torch.is_grad_enabled(), columns
+            hidden_ND, weight, bias, labels_BT.reshape(-1), compute, torch.is_grad_enabled(), columns, halves
         )
     return out
+
+
+REST = (None,) * 5
+"""Gradients of the arguments of the chunked loss that are no tensors of the model."""
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -73,6 +83,7 @@ class _ChunkedLoss(torch.autograd.Function):
         compute: torch.dtype,
         train: bool,
         columns: Columns | None,
+        halves: bool,
     ) -> Tensor:
         wants = [train and needed for needed in ctx.needs_input_grad[:3]]
         full = torch.float64 if compute == torch.float64 else torch.float32
@@ -115,18 +126,25 @@ class _ChunkedLoss(torch.autograd.Function):
             elif grad_weight_VD is not None:
                 grad_weight_VD += grad_CV.t() @ hidden_CD
             del grad_CV
+        ctx.halves, ctx.scaled = halves, False
         ctx.grads = [grad_hidden_ND, grad_weight_VD, grad_bias_V]
         ctx.dtypes = [hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype]
         return loss
 
     @staticmethod
     def backward(ctx: Any, *factor: Tensor) -> Any:
-        grads, ctx.grads = ctx.grads, None
+        grads = ctx.grads
+        if not ctx.halves:
+            ctx.grads = None
+        elif ctx.scaled:
+            return (*(None if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)), *REST)
+        else:
+            ctx.scaled, grads = True, list(grads)
         out: list[Tensor | None] = []
         while grads:
             grad = grads.pop(0)
             out.append(None if grad is None else grad.mul_(factor[0]).to(ctx.dtypes[len(out)]))
-        return (*out, None, None, None, None)
+        return (*out, *REST)
 
 
 def _own_targets(labels_C: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:

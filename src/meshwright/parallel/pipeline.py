@@ -1,8 +1,9 @@
 """Pipeline execution: our schedule rows on torch's pipelining stage and schedule runtime.
 
 Maths: a stage's backward needs the gradient of its output, which the next stage sends; micro-batches are
-independent, their gradients add. Communication: [B, T, D] activations forward and their gradients backward,
-``pp`` point-to-point, in the order that the lowered rows say.
+independent, their gradients add. A backward may be in two halves: I makes the gradient of the input, W that of the
+weights. Communication: [B, T, D] activations forward and their gradients backward, ``pp`` point-to-point, in the
+order that the lowered rows say; between two stages of one rank nothing is sent.
 
 The rows are lowered by ``schedule.lower``; torch interprets them one action at a time. Private names of torch's
 pipelining are used in this file only (``mesh.contract`` lists them).
@@ -10,8 +11,8 @@ pipelining are used in this file only (``mesh.contract`` lists them).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,40 +20,93 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from meshwright.schedule.actions import Action, Schedule
-from meshwright.schedule.lower import lower
+from meshwright.schedule.actions import Action, ActionKind, Schedule
+from meshwright.schedule.lower import lower, lower_forward
+
+SPLIT = (ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD)
+
+
+class StageData(Protocol):
+    """What a pipeline asks of the data parallelism of one stage (``Replicate`` or ``Zero``)."""
+
+    def before_backward(self, *, last: bool) -> None:
+        """Prepare for a whole backward; ``last`` of the stage's step."""
+
+    def before_half(self) -> None:
+        """Prepare for a half of a backward that reduces nothing by itself."""
+
+    def after_weights(self, params: Iterable[Tensor], *, last: bool) -> None:
+        """Take the gradients of ``params`` that a half (or whole) backward outside autograd's hooks has left."""
+
+    def end_of_stage(self) -> None:
+        """Start what the stage's last backward still owes, before another stage begins its own."""
 
 
 class _Stage(PipelineStage):
-    """A stage whose data-parallel switches are set by us before each backward."""
+    """A stage whose data-parallel switches are set by us before each backward.
 
-    def __init__(self, *args: Any, before_backward: Callable[[bool], None], **kwargs: Any) -> None:
+    ``split``: the stage has backwards in halves. FSDP2 would reduce in the middle of such a backward, so there all
+    its reductions are started by hand, after the weight half (or the whole backward).
+    """
+
+    def __init__(self, *args: Any, data: StageData, split: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._before_backward = before_backward
+        self._data = data
+        self._split = split
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        self._before_backward(last_backward)
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if not self._split:
+            self._data.before_backward(last=last_backward)
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        self._data.before_half()
+        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type != "input":
+            groups: list[dict[str, Any]] = bwd_kwargs.get("param_groups") or []
+            made = [node.variable for group in groups for node in group["params"]]
+            self._data.after_weights(made, last=last_backward)
+        return result
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Gradients were reduced by the last backward; what is left is finished after the schedule."""
+        """Start what is left, so that every rank of a data-parallel group starts it at the same place of its row."""
+        self._data.end_of_stage()
+
+
+class _Runtime(_PipelineScheduleRuntime):
+    """Torch's runtime with losses by micro-batch: forwards of the last stage may come in any order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._losses: dict[int, Tensor] = {}
+
+    def _maybe_compute_loss(
+        self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Any = None
+    ) -> None:
+        if stage.is_last:
+            self._losses[mb_index] = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
+        return self._losses.pop(mb_index) if stage.is_last else None
 
 
 class _Shell(nn.Module):
-    """Hides the data-parallel wrapper from torch's pipelining, which would set its own switches."""
+    """Hides the data-parallel wrapper from torch's pipelining, which would set its own switches.
 
-    def __init__(self, inner: nn.Module) -> None:
+    Torch hands the same keyword arguments to every stage of a rank; only the last one wants labels.
+    """
+
+    def __init__(self, inner: nn.Module, *, is_last: bool) -> None:
         super().__init__()
         self.inner = inner
+        self.is_last = is_last
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        return self.inner(x, labels=labels) if self.is_last else self.inner(x)
 
 
 class Pipeline:
-    """Runs the micro-batches of a step through this rank's stage, in the order of the schedule.
+    """Runs the micro-batches of a step through this rank's stages, in the order of the schedule.
 
     Attributes:
         executed: the actions of the last step in the order in which they ran (the lowered row, as recorded).
@@ -60,13 +114,13 @@ class Pipeline:
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Mapping[int, nn.Module],
         schedule: Schedule,
         *,
-        stage: int,
+        data: Mapping[int, StageData],
+        rank: int,
         group: dist.ProcessGroup,
         device: torch.device,
-        before_backward: Callable[[bool], None],
         micro_batch: int,
         seq_len: int,
         hidden_size: int,
@@ -75,60 +129,73 @@ class Pipeline:
         on_action: Callable[[str], None],
     ) -> None:
         self.schedule = schedule
-        self.stage_index = stage
-        self.is_first = stage == 0
-        self.is_last = stage == schedule.num_stages - 1
+        self.rank = rank
         self.rows = lower(schedule)
         self.executed: list[str] = []
         self._on_action = on_action
-        hidden = torch.empty(micro_batch, seq_len, hidden_size, dtype=wire_dtype, device="meta")
-        tokens = torch.empty(micro_batch, seq_len, dtype=torch.int64, device="meta")
-        loss = torch.empty((), dtype=loss_dtype, device="meta")
-        wired = hidden.detach().requires_grad_(True)
-        self._stage = _Stage(
-            _Shell(module),
-            stage,
-            schedule.num_stages,
-            device,
-            input_args=(tokens if self.is_first else wired,),
-            output_args=(loss.requires_grad_(True) if self.is_last else wired,),
-            input_grads=(None if self.is_first else hidden,),
-            output_grads=(loss.detach() if self.is_last else hidden,),
-            group=group,
-            before_backward=before_backward,
-        )
-        self._runtime = _PipelineScheduleRuntime(
-            [self._stage], schedule.num_micro_batches, loss_fn=self._loss, scale_grads=False
-        )
-        rows: dict[int, list[_Action | None]] = {
-            rank: [_Action.from_str(str(a)) for a in row] for rank, row in enumerate(self.rows)
-        }
-        self._runtime._prepare_schedule_with_comms(rows, format="compute_comms")
-        self._stage.has_backward = True
-        # Peers agree on static shapes now, so that no step of the run has other messages than the rows say.
-        self._runtime._initialize_stages((tokens,) if self.is_first else (), {}, None)
+        self._last = schedule.num_stages - 1
+        self._modules = dict(modules)
         self._group = group
-        self._module = module
-        self._hidden = hidden
-        self._record_actions()
         self._scale = 1.0
         self._sums: list[Tensor] = []
+        self._hidden = torch.empty(micro_batch, seq_len, hidden_size, dtype=wire_dtype, device="meta")
+        tokens = torch.empty(micro_batch, seq_len, dtype=torch.int64, device="meta")
+        loss = torch.empty((), dtype=loss_dtype, device="meta")
+        wired = self._hidden.detach().requires_grad_(True)
+        halves = {a.stage for a in schedule.rows[rank] if a.kind in SPLIT}
+        self._stages = [
+            _Stage(
+                _Shell(module, is_last=stage == self._last),
+                stage,
+                schedule.num_stages,
+                device,
+                input_args=(tokens if stage == 0 else wired,),
+                output_args=(loss.requires_grad_(True) if stage == self._last else wired,),
+                input_grads=(None if stage == 0 else self._hidden,),
+                output_grads=(loss.detach() if stage == self._last else self._hidden,),
+                group=group,
+                data=data[stage],
+                split=stage in halves,
+            )
+            for stage, module in modules.items()
+        ]
+        self._runtime = _Runtime(
+            self._stages, schedule.num_micro_batches, loss_fn=self._loss, scale_grads=False
+        )
+        rows: dict[int, list[_Action | None]] = {
+            r: [_Action.from_str(str(a)) for a in row] for r, row in enumerate(self.rows)
+        }
+        self._runtime._prepare_schedule_with_comms(rows, format="compute_comms")
+        for stage in self._stages:
+            stage.has_backward = True
+            self._record_actions(stage)
+        # Peers agree on static shapes now, so that no step of the run has other messages than the rows say.
+        self._runtime._initialize_stages((tokens,) if 0 in modules else (), {}, None)
 
-    def _record_actions(self) -> None:
-        """Note each computing action as torch's stage runs it, by wrapping the stage's two entry points."""
-        forward, backward = self._stage.forward_one_chunk, self._stage.backward_one_chunk
+    def _record_actions(self, stage: Any) -> None:
+        """Note each computing action as torch's stage runs it, by wrapping the stage's entry points."""
+        index = stage.stage_index
+        forward, backward, weight = (
+            stage.forward_one_chunk,
+            stage.backward_one_chunk,
+            stage.backward_weight_one_chunk,
+        )
 
-        def forward_one_chunk(index: int, *args: Any, **kwargs: Any) -> Any:
-            self._note(f"{self.stage_index}F{index}")
-            return forward(index, *args, **kwargs)
+        def forward_one_chunk(k: int, *args: Any, **kwargs: Any) -> Any:
+            self._note(f"{index}F{k}")
+            return forward(k, *args, **kwargs)
 
-        def backward_one_chunk(index: int, *args: Any, **kwargs: Any) -> Any:
-            self._note(f"{self.stage_index}B{index}")
-            return backward(index, *args, **kwargs)
+        def backward_one_chunk(k: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
+            self._note(f"{index}{'B' if full_backward else 'I'}{k}")
+            return backward(k, *args, full_backward=full_backward, **kwargs)
 
-        stage: Any = self._stage
+        def backward_weight_one_chunk(k: int, *args: Any, **kwargs: Any) -> Any:
+            self._note(f"{index}W{k}")
+            return weight(k, *args, **kwargs)
+
         stage.forward_one_chunk = forward_one_chunk
         stage.backward_one_chunk = backward_one_chunk
+        stage.backward_weight_one_chunk = backward_weight_one_chunk
 
     def _note(self, action: str) -> None:
         self.executed.append(action)
@@ -149,31 +216,51 @@ class Pipeline:
         self.executed.clear()
         self._scale = scale
         self._sums = []
-        self._stage.clear_runtime_states()
-        args = [(x,) if self.is_first else () for x in inputs_ABT]
-        kwargs = [{"labels": y} if self.is_last else {} for y in labels_ABT]
-        self._runtime._step_microbatches(
-            args, kwargs, list(labels_ABT) if self.is_last else None, None, return_outputs=False
-        )
+        for stage in self._stages:
+            stage.clear_runtime_states()
+        args = [(x,) if 0 in self._modules else () for x in inputs_ABT]
+        kwargs = [{"labels": y} if self._last in self._modules else {} for y in labels_ABT]
+        self._runtime._step_microbatches(args, kwargs, list(labels_ABT), None, return_outputs=False)
         return self._sums
 
     @torch.no_grad()
     def evaluate(self, inputs_ABT: Tensor, labels_ABT: Tensor) -> list[Tensor]:
-        """Run all micro-batches forward only; return the loss sums (last stage only).
+        """Run all micro-batches forward only, as the schedule's forwards stand; return the loss sums (last stage).
 
-        Communication: one send/recv of [B, T, D] per micro-batch and stage border.
+        Communication: one send/recv of [B, T, D] per micro-batch and border between ranks.
         """
         sums: list[Tensor] = []
-        for x, y in zip(inputs_ABT, labels_ABT, strict=True):
-            if not self.is_first:
-                received = torch.empty_like(self._hidden, device=y.device)
-                dist.recv(received, group=self._group, group_src=self.stage_index - 1)
-                x = received
-            out = self._module(x, labels=y) if self.is_last else self._module(x)
-            if self.is_last:
-                sums.append(out)
+        m = self.schedule.num_micro_batches
+        for start in range(0, inputs_ABT.shape[0], m):
+            row = lower_forward(self.schedule, min(m, inputs_ABT.shape[0] - start))[self.rank]
+            sums += self._forwards(row, inputs_ABT[start:], labels_ABT[start:])
+        return sums
+
+    def _forwards(self, row: Sequence[Action], inputs_ABT: Tensor, labels_ABT: Tensor) -> list[Tensor]:
+        sums: list[Tensor] = []
+        at: dict[tuple[int, int], Tensor] = {}
+        arriving: dict[tuple[int, int], Any] = {}
+        leaving: list[tuple[Any, Tensor]] = []
+        ranks = self.schedule.stage_ranks
+        for action in row:
+            stage, k = action.stage, action.micro_batch
+            assert k is not None
+            if action.kind is ActionKind.RECV_F:
+                at[stage, k] = torch.empty_like(self._hidden, device=labels_ABT.device)
+                arriving[stage, k] = dist.irecv(at[stage, k], group=self._group, group_src=ranks[stage - 1])
+            elif action.kind is ActionKind.SEND_F:
+                out = at.pop((stage + 1, k))
+                leaving.append((dist.isend(out, group=self._group, group_dst=ranks[stage + 1]), out))
             else:
-                dist.send(out, group=self._group, group_dst=self.stage_index + 1)
+                if (stage, k) in arriving:
+                    arriving.pop((stage, k)).wait()
+                x = inputs_ABT[k] if stage == 0 else at.pop((stage, k))
+                if stage == self._last:
+                    sums.append(self._modules[stage](x, labels=labels_ABT[k]))
+                else:
+                    at[stage + 1, k] = self._modules[stage](x)
+        for work, _ in leaving:
+            work.wait()
         return sums
 
 

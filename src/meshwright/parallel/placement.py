@@ -33,21 +33,23 @@ class Placed:
     """Coordinate on the tensor axis."""
 
 
-def placed(params: Mapping[str, Tensor], stage: int, tp: int = 0) -> list[Placed]:
-    """Return the account of one rank's parameters, by logical name."""
+def placed(params: Mapping[str, Tensor], stage_of: Mapping[str, int], tp: int = 0) -> list[Placed]:
+    """Return the account of one rank's parameters, by logical name; ``stage_of`` says the stage of each."""
     return [
         Placed(
             name,
             tuple(p.shape),
             p.to_local().numel() if isinstance(p, DTensor) else p.numel(),
-            stage,
+            stage_of[name],
             tp,
         )
         for name, p in params.items()
     ]
 
 
-def check_placement(spec: ModelSpec, view: MeshView, params: Mapping[str, Tensor]) -> dict[str, Any]:
+def check_placement(
+    spec: ModelSpec, view: MeshView, params: Mapping[str, Tensor], stage_of: Mapping[str, int]
+) -> dict[str, Any]:
     """Return the account over all ranks, the same on each; every rank calls it before the first step.
 
     Communication: one all_gather of names and sizes on ``world``.
@@ -55,7 +57,7 @@ def check_placement(spec: ModelSpec, view: MeshView, params: Mapping[str, Tensor
     Raises:
         MeshwrightError: E540 when a parameter is not placed exactly once.
     """
-    mine = placed(params, view.stage, view.coords["tp"])
+    mine = placed(params, stage_of, view.coords["tp"])
     ranks: list[Any] = [mine]
     if view.layout.world_size > 1:
         ranks = [None] * view.layout.world_size

@@ -11,7 +11,7 @@ rank, whatever parameters a rank's data happened to use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -135,11 +135,27 @@ class Replicate:
             for unit in self.units:
                 unit.pending = len(unit.params)
 
-    def finish(self) -> None:
-        """Reduce what backward has not (units with parameters it did not use) and wait for all of it."""
+    def before_half(self) -> None:
+        """Let a half of a backward only accumulate."""
+        self.sync = False
+
+    def after_weights(self, params: Iterable[Tensor], *, last: bool) -> None:
+        """Note ``params``, whose gradients a weight half added outside autograd's hooks; ``last`` of the step."""
+        self.reached.update(id(p) for p in params)
+        if last:
+            self.before_backward(last=True)
+
+    def end_of_stage(self) -> None:
+        """Launch the units that the last backward has not (parameters it did not use), in the fixed order."""
         if self.group is not None:
             while self._next >= 0:
                 self._launch(self.units[self._next])
+        self.sync = False
+
+    def finish(self) -> None:
+        """Reduce what backward has not and wait for all of it."""
+        self.end_of_stage()
+        if self.group is not None:
             for work in self._works:
                 work.wait()
             if self.average:

@@ -116,12 +116,53 @@ class StageModule(nn.Module):
         """Return hidden states, or the summed loss on the last stage (see the class)."""
         with self.forward_context():
             if self.chunked_loss is not None and labels is not None:
-                return self.chunked_loss(self.causal_lm.get_submodule(self.head_path), self._hidden(x), labels)
+                return self.chunked_loss(
+                    self.causal_lm.get_submodule(self.head_path), self._hidden(x), labels
+                )
             out = self.logits(x) if self.is_last else self._hidden(x).to(self.wire_dtype)
         if not self.is_last and out._is_view():
             # FSDP2 hooks onto the output, and an in-place use of a view would lose that hook.
             out = out.clone()
         return out if labels is None else self.loss_sum(out, labels)
+
+
+def cut_stages(
+    causal_lm: nn.Module,
+    spec: ModelSpec,
+    layers: Sequence[int],
+    stages: Sequence[int],
+    wire_dtype: torch.dtype,
+) -> dict[int, StageModule]:
+    """Return several stages of one ``causal_lm``: each has its own shell around its own blocks, nothing is copied.
+
+    A tied embedding and head on two of the stages become two parameters of equal value.
+    """
+    shells = {stage: causal_lm if len(stages) == 1 else _shell(causal_lm, spec) for stage in stages}
+    return {stage: cut_stage(shells[stage], spec, layers, stage, wire_dtype) for stage in stages}
+
+
+def _shell(causal_lm: nn.Module, spec: ModelSpec) -> nn.Module:
+    """Return ``causal_lm`` with the modules that hold stage parts copied, and all they hold shared."""
+    paths = spec.paths
+    parts = [paths.base, paths.blocks, paths.embedding, paths.final_norm, paths.head, *paths.embedding_extras]
+    parts += [paths.positions] if paths.positions else []
+    parents: set[str] = {paths.base}
+    for part in parts:
+        names = part.split(".")[:-1]
+        parents |= {".".join(names[: n + 1]) for n in range(len(names))}
+    shell = _shallow(causal_lm)
+    for path in sorted(parents - {""}, key=lambda p: p.count(".")):
+        set_module(shell, path, _shallow(get_module(shell, path)))
+    return shell
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """Return a copy of ``module`` with registers of its own, which hold the same parameters and modules."""
+    out = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, dict):  # registers of parameters, buffers, modules and hooks
+            out.__dict__[name] = copy.copy(value)  # pyright: ignore[reportUnknownArgumentType]
+    return out
 
 
 def cut_stage(
@@ -143,7 +184,9 @@ def cut_stage(
         if not first:
             weight = head.get_parameter("weight")
             if spec.tied_embeddings and last:
-                head.register_parameter("weight", nn.Parameter(weight.detach(), weight.requires_grad))
+                head = _shallow(head)
+                head.register_parameter("weight", nn.Parameter(weight.detach().clone(), weight.requires_grad))
+                set_module(causal_lm, spec.paths.head, head)
             set_module(causal_lm, spec.paths.embedding, nn.Identity())
             if spec.paths.positions:
                 set_module(causal_lm, spec.paths.positions, NoPositions(spec.hidden_size))

@@ -18,8 +18,8 @@ model from the full length, because the hidden states are cut only inside the bl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from meshwright.mesh.device_mesh import MeshView
 from meshwright.model.sharding import gradient_sum, rule, tp_ranges
 from meshwright.model.spec import ModelSpec, TensorSpec
-from meshwright.parallel.loss import Columns, chunked_loss_sum
+from meshwright.parallel.loss import Columns
 from meshwright.parallel.stage import IGNORE, StageModule, get_module, logical_name
 from meshwright.parallel.tied import local
 
@@ -184,6 +184,11 @@ class TensorAxis:
             grad.copy_(view.view_as(grad))
 
 
+def joined(axes: Sequence[TensorAxis]) -> TensorAxis:
+    """Return one axis for all stages of a rank: their partial sums go in one collective."""
+    return replace(axes[0], sums=tuple(s for axis in axes for s in axis.sums))
+
+
 def shard_tensors(module: StageModule, spec: ModelSpec, view: MeshView) -> TensorAxis:
     """Cut a whole stage in place to this rank's part on the tensor axis, and make its modules communicate.
 
@@ -211,7 +216,9 @@ def shard_tensors(module: StageModule, spec: ModelSpec, view: MeshView) -> Tenso
         _before(get_module(root, spec.paths.head), group, _same, _all_reduce)
         module.loss_sum = lambda logits, labels: vocab_loss_sum(logits, labels, group=group, start=start)
         if module.chunked_loss is not None:
-            module.chunked_loss = partial(_chunked_loss, columns=Columns(group, start))
+            module.chunked_loss = partial(
+                _chunked_loss, loss_sum=module.chunked_loss, columns=Columns(group, start)
+            )
     blocks = list(get_module(root, spec.paths.blocks).named_children())
     for name, block in blocks:
         _cut_block(block, f"{spec.paths.blocks}.{name}.", axis, layout.sp)
@@ -221,10 +228,17 @@ def shard_tensors(module: StageModule, spec: ModelSpec, view: MeshView) -> Tenso
     return axis
 
 
-def _chunked_loss(head: nn.Module, hidden_BTD: Tensor, labels_BT: Tensor, *, columns: Columns) -> Tensor:
+def _chunked_loss(
+    head: nn.Module,
+    hidden_BTD: Tensor,
+    labels_BT: Tensor,
+    *,
+    loss_sum: Callable[..., Tensor],
+    columns: Columns,
+) -> Tensor:
     """Head and loss by chunks of tokens, on this rank's columns; the hidden states' gradient is added up once."""
     hidden: Any = _Transposed.apply(hidden_BTD, columns.group, _same, _all_reduce)
-    return chunked_loss_sum(head, hidden, labels_BT, columns)
+    return loss_sum(head, hidden, labels_BT, columns)
 
 
 def _narrow(module: nn.Module, axis: TensorAxis) -> None:

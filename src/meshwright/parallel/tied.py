@@ -19,6 +19,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def sum_local_pair(weight: nn.Parameter, copy: nn.Parameter) -> None:
+    """Sum the gradients of a tied embedding's two copies when both are on this rank (a V-shaped pipeline)."""
+    assert weight.grad is not None
+    assert copy.grad is not None
+    local(weight.grad).add_(local(copy.grad))
+    local(copy.grad).copy_(local(weight.grad))
+
+
 def sum_tied_gradient(weight: nn.Parameter, group: dist.ProcessGroup) -> None:
     """Sum the gradient of this end's copy with the other end's; both ranks of ``group`` call it."""
     assert weight.grad is not None

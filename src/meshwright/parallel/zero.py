@@ -14,7 +14,7 @@ per step. Gradients are summed, never averaged: the loss is divided by the step'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,26 @@ class Zero:
         root.set_requires_all_reduce(last)
         root.set_reshard_after_backward(last or self.stage == 3)
         root.set_is_last_backward(last)
+
+    def before_half(self) -> None:
+        """Let a half of a backward only accumulate: FSDP2's hooks run in it before weight gradients are there."""
+        root = self.root
+        root.set_requires_gradient_sync(False)
+        root.set_requires_all_reduce(False)
+        root.set_reshard_after_backward(False)
+        root.set_is_last_backward(False)
+
+    def after_weights(self, params: Iterable[Tensor], *, last: bool) -> None:
+        """Do by hand what FSDP2 does after a backward: accumulate, and reduce as the stage's policy says."""
+        self.before_backward(last=last)
+        state = self.root._get_fsdp_state()
+        for inner in reversed(state._state_ctx.all_states):
+            for group in reversed(inner._fsdp_param_groups):
+                group.post_backward()
+        state._root_post_backward_final_callback()
+
+    def end_of_stage(self) -> None:
+        """Nothing is left: the last backward reduced everything."""
 
     def finish(self) -> None:
         """Nothing is left: the last backward reduced everything."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, Literal
 
 from meshwright.base.axes import TIED, WORLD
 from meshwright.base.errors import refuse
@@ -27,6 +28,10 @@ from meshwright.program.units import (
 )
 from meshwright.schedule.actions import Action, ActionKind, Schedule
 from meshwright.schedule.lower import lower
+
+_HALVES: Final[Mapping[ActionKind, Literal["", "input", "weight"]]] = MappingProxyType(
+    {ActionKind.BACKWARD: "", ActionKind.INPUT_GRAD: "input", ActionKind.WEIGHT_GRAD: "weight"}
+)
 
 COUNT_BYTES = 8
 """Valid-token count: one int64."""
@@ -125,10 +130,9 @@ class _Deriver:
         elif action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD):
             if self.layout.zero == 3 and action.kind is not ActionKind.WEIGHT_GRAD:
                 yield from self._gathers(stage, k, "backward")
-            whole = action.kind is ActionKind.BACKWARD
-            yield Compute(
-                what="backward", stage=stage, micro_batch=k, flops=(2 if whole else 1) * self.flops[stage]
-            )
+            half = _HALVES[action.kind]
+            flops = (1 if half else 2) * self.flops[stage]
+            yield Compute(what="backward", stage=stage, micro_batch=k, flops=flops, half=half)
             if action.kind is not ActionKind.WEIGHT_GRAD:
                 yield from self._tensor(stage, k, "backward")
             if self.layout.zero >= 2 and action.kind is not ActionKind.INPUT_GRAD:

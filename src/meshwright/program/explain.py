@@ -46,15 +46,20 @@ def explain_rank(plan: Plan, spec: ModelSpec, rank: int, gpus_per_node: int | No
         )
     schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
     program = derive(spec, plan.layout, plan.batch, schedule, rank, plan.frozen)
-    stage = coordinates(plan.layout, rank)["pp"]
+    place = coordinates(plan.layout, rank)["pp"]
     at = coordinates(plan.layout, rank)["tp"]
-    units = [on_rank(u, spec, plan.layout, at) for u in stage_units(spec, plan.layout, stage, plan.frozen)]
+    stages = [s for s, r in enumerate(schedule.stage_ranks) if r == place]
+    units = [
+        on_rank(u, spec, plan.layout, at)
+        for s in stages
+        for u in stage_units(spec, plan.layout, s, plan.frozen)
+    ]
     parts = [
         _who(plan, rank, gpus_per_node),
-        _groups(plan, spec, rank, gpus_per_node),
-        _holds(plan, spec, stage, rank, units),
+        _groups(plan, spec, rank, gpus_per_node, schedule),
+        _holds(plan, spec, stages, rank, units),
         _step(plan, program.ops, rank),
-        _stays(plan, schedule, stage),
+        _stays(plan, schedule, place),
         _sends(plan, program.collectives, data_parallel_volume(program)),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -125,7 +130,7 @@ def _who(plan: Plan, rank: int, gpus_per_node: int | None) -> str:
     return _wrap(text)
 
 
-def _groups(plan: Plan, spec: ModelSpec, rank: int, gpus_per_node: int | None) -> str:
+def _groups(plan: Plan, spec: ModelSpec, rank: int, gpus_per_node: int | None, schedule: Schedule) -> str:
     layout = plan.layout
     lines: list[str] = []
 
@@ -150,7 +155,8 @@ def _groups(plan: Plan, spec: ModelSpec, rank: int, gpus_per_node: int | None) -
         name = "replicas of your shard" if layout.zero and layout.shard > 1 else "replicas"
         add("dp_replicate", name, ". You compute on different sequences and sum gradients.")
     members = group(layout, rank, "tied")
-    if layout.pp > 1 and members and tied_tensor(spec) is not None:
+    apart = schedule.stage_ranks[0] != schedule.stage_ranks[-1]
+    if layout.pp > 1 and apart and members and tied_tensor(spec) is not None:
         lines.append(
             _wrap(f"tied pair: ranks {_numbers(members)}. Embedding and head share one matrix.", "  ")
         )
@@ -167,6 +173,10 @@ class _State:
     trainable_shard: int
 
 
+def _layers(layers: range) -> str:
+    return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+
+
 def _state(plan: Plan, rank: int, units: Sequence[Unit]) -> _State:
     layout = plan.layout
     n = layout.shard if layout.zero else 1
@@ -179,16 +189,17 @@ def _state(plan: Plan, rank: int, units: Sequence[Unit]) -> _State:
     )
 
 
-def _holds(plan: Plan, spec: ModelSpec, stage: int, rank: int, units: Sequence[Unit]) -> str:
+def _holds(plan: Plan, spec: ModelSpec, stages: Sequence[int], rank: int, units: Sequence[Unit]) -> str:
     layout, table = plan.layout, precision_table(plan.layout)
-    layers = stage_layers(layout, stage)
-    root = title(units[0]) if units[0].tensors else ""
-    named = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+    roots = [title(u) for u in units if u.name == "root" and u.tensors]
+    root = " and the ".join(roots)
     text = f"The whole model is yours: all {_count(spec.num_layers, 'layer')}"
     if layout.pp > 1:
-        text = (
-            f"You are stage {stage} of 0 to {layout.num_stages - 1}: you have {named} (of {spec.num_layers})"
-        )
+        named = " and ".join(_layers(stage_layers(layout, s)) for s in stages)
+        what = f"are stage {stages[0]}"
+        if len(stages) > 1:
+            what = f"own stages {', '.join(str(s) for s in stages[:-1])} and {stages[-1]}"
+        text = f"You {what} of 0 to {layout.num_stages - 1}: you have {named} (of {spec.num_layers})"
     if layout.tp > 1:
         text = text.replace(
             "The whole model is yours:", f"You have 1/{layout.tp} of each matrix of the model:"
@@ -251,13 +262,16 @@ def _tell(op: Op, plan: Plan, rank: int) -> _Line:
     if isinstance(op, Compute):
         if op.what == "optimizer":
             return _Line("clip by the global norm and update your parameters (AdamW)", None)
-        verb = {"forward": "run forward", "backward": "run backward"}[op.what]
-        return _Line(f"{verb} through your layers ({format_count(op.flops)}FLOP)", op.micro_batch)
+        where = "your layers" + (f" of stage {op.stage}" if plan.layout.chunks > 1 else "")
+        kind = {"": op.what, "input": "backward for the input", "weight": "backward for the weights"}[op.half]
+        return _Line(f"run {kind} through {where} ({format_count(op.flops)}FLOP)", op.micro_batch)
     size = format_bytes(op.num_bytes)
     if op.kind in ("send", "recv"):
         column = group(plan.layout, rank, "pp")
         assert op.peer is not None
-        who = f"rank {column[op.peer]} (stage {op.peer})"
+        assert op.stage is not None
+        up = (op.kind == "send") == (op.what == "hidden states")
+        who = f"rank {column[op.peer]} (stage {op.stage + 1 if up else op.stage - 1})"
         if op.kind == "send":
             return _Line(f"send {op.what} to {who}: {size}", op.micro_batch)
         return _Line(f"receive {op.what} from {who}: {size}", op.micro_batch)
@@ -385,14 +399,19 @@ def _follows(lines: Sequence[_Line], at: int, size: int, count: int) -> bool:
     return True
 
 
-def _stays(plan: Plan, schedule: Schedule, stage: int) -> str:
-    rank = schedule.stage_ranks[stage]
+def _stays(plan: Plan, schedule: Schedule, rank: int) -> str:
     peak = run_clock(schedule, 1.0, 2.0).peak_in_flight[rank]
     m = plan.batch.accumulation
-    text = (
-        f"What stays in memory: at the fullest moment the activations of {peak} of the {m} micro-batches, "
-        "each from its forward to its backward."
+    several = schedule.num_stages > schedule.num_ranks
+    text = "What stays in memory: at the fullest moment the activations of "
+    text += (
+        f"{peak} of the {m} micro-batches, "
+        if not several
+        else f"{_count(peak, 'chunk')} (a micro-batch in one stage), "
     )
+    text += "each from its forward to its backward."
+    if any(a.kind is ActionKind.WEIGHT_GRAD for a in schedule.rows[rank]):
+        text += " Some backwards are in two halves: the gradient that the stage before waits for, then the weights'."
     if plan.layout.pp > 1:
         text += f" The schedule is {plan.layout.schedule}."
         row = schedule.rows[rank]
@@ -401,7 +420,7 @@ def _stays(plan: Plan, schedule: Schedule, stage: int) -> str:
             text += (
                 f" You run {_count(ahead, 'forward')} before your first backward, because its gradient "
                 "has to come back from the last stage."
-                if stage < schedule.num_stages - 1
+                if rank < schedule.num_ranks - 1
                 else " You are the last stage, so each backward follows its own forward at once."
             )
     if plan.layout.zero == 2:

@@ -125,35 +125,43 @@ def _from_file(layout: Layout, batch: Batch) -> Schedule:
     pairs = (
         ("rows", schedule.num_ranks, "pp", layout.pp),
         ("micro-batches", schedule.num_micro_batches, "accumulation", batch.accumulation),
+        ("stages", schedule.num_stages, "pp * chunks", layout.num_stages),
     )
     for what, found, key, wanted in pairs:
-        if found != wanted:
+        if found != wanted and not (what == "stages" and problems):
             sequences = found * batch.dp * batch.micro_batch
             do = f"pp = {found}" if key == "pp" else f"global batch = {sequences}"
+            if what == "stages":
+                whole = found % layout.pp == 0
+                do = (
+                    f"chunks = {found // layout.pp}"
+                    if whole
+                    else f"a number of stages that {layout.pp} divides"
+                )
             problems.append(
                 problem("E307", where=where, found=f"{found} {what}, but {key} = {wanted}", do=do)
             )
-    halves = any(a.kind in (ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD) for r in schedule.rows for a in r)
-    if halves or schedule.num_stages != schedule.num_ranks:
+    empty = [str(rank) for rank, row in enumerate(schedule.rows) if not row]
+    if empty:
         problems.append(
             problem(
-                "E301",
-                where=where,
-                found="split backwards"
-                if halves
-                else f"{schedule.num_stages} stages on {schedule.num_ranks} ranks",
-                needs="full backwards (B) and one stage per rank",
-                do="write B for I and W, or use schedule=1f1b",
+                "E307", where=where, found=f"no action in row {', '.join(empty)}", do="a stage in each row"
             )
         )
-    elif schedule.stage_ranks != tuple(range(schedule.num_ranks)):
+    halves = any(a.kind in (ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD) for r in schedule.rows for a in r)
+    if halves and layout.zero == 3:
+        problems.append(
+            problem("E216", where="layout.zero", found=f"zero = 3 with split backwards in {path}")
+        )
+    first, last = schedule.stage_ranks[0], schedule.stage_ranks[-1]
+    if first != 0 or last not in (0, schedule.num_ranks - 1):
         problems.append(
             problem(
                 "E304",
                 where=where,
                 found="stages are on rows " + ", ".join(str(r) for r in schedule.stage_ranks),
-                needs="stage r in row r",
-                do="sort the rows by stage",
+                needs="the first stage in the first row, and the last stage in the last row or the first",
+                do="sort the rows",
             )
         )
     refuse(problems)

@@ -21,6 +21,7 @@ class Compute:
 
     Attributes:
         what: "forward", "backward", "optimizer".
+        half: of a backward in two parts "input" or "weight", else empty.
         flops: floating-point operations of this rank (model convention, causal attention).
     """
 
@@ -28,6 +29,7 @@ class Compute:
     stage: int
     micro_batch: int | None
     flops: float
+    half: Literal["", "input", "weight"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)

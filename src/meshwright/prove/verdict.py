@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.program.plan import Plan
 from meshwright.program.step import LedgerLine
-from meshwright.prove.parity import TensorDiff, merge_ranks, relative, worst_of
+from meshwright.prove.parity import merge_ranks, relative, worst_of
 from meshwright.prove.reference import Reference
 from meshwright.prove.sentinel import TOLERANCE, sentinel
 from meshwright.prove.worker import RankProof
@@ -118,8 +118,7 @@ def _distance(a: float, b: float) -> float:
 def _stages(proofs: Sequence[RankProof]) -> dict[str, int]:
     stages: dict[str, int] = {}
     for proof in proofs:
-        found: Mapping[str, TensorDiff] = proof.gradients[0]
-        stages |= dict.fromkeys(found, proof.stage)
+        stages |= {n: s for n, s in proof.stage_of.items() if n in proof.gradients[0]}
     return stages
 
 

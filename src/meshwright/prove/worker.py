@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.base.axes import TIED
 from meshwright.mesh.device_mesh import build_mesh
 from meshwright.model.spec import ModelSpec
-from meshwright.parallel.apply import ParallelModel, apply_plan
+from meshwright.parallel.apply import ParallelModel, apply_plan, needs_tied_group
 from meshwright.parallel.placement import check_placement
 from meshwright.parallel.record import CollectiveRecorder
 from meshwright.parallel.tied import local
@@ -53,7 +53,7 @@ class RankProof:
     """What one rank found."""
 
     rank: int
-    stage: int
+    stage_of: dict[str, int]
     losses: list[float]
     norms: list[float]
     gradients: list[dict[str, TensorDiff]]
@@ -69,7 +69,7 @@ class RankProof:
 def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof:
     """Run all steps of ``task`` on this rank. ``at(step=..., action=...)`` reports where it is."""
     plan, spec = task.plan, task.spec
-    view = build_mesh(plan.layout, rank, tied=spec.tied_embeddings)
+    view = build_mesh(plan.layout, rank, tied=needs_tied_group(plan, spec))
     at(coordinates=" ".join(f"{a}={c}" for a, c in view.coords.items()), step=0, action="build")
     model = apply_plan(
         plan,
@@ -80,7 +80,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof
         on_action=lambda action: at(action=action),
     )
     model.module.eval()  # dropout rests during a proof
-    placement = check_placement(spec, view, model.params)
+    placement = check_placement(spec, view, model.params, model.stage_of)
     optimizer = build_optimizer(model.trainable(), model.decays, task.optimizer)
     scale = loss_scale_for(plan.layout.precision)
     rename = {t.name: t.tied_to for t in spec.tensors() if t.tied_to is not None and t.name in model.params}
@@ -131,12 +131,12 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof
         norms.append(result.grad_norm)
         gradients.append(found)
         weights.append(compare(model.params, "weight", file, rename, model.tp_part))
-        order_matches = order_matches and model.executed == _expected_order(plan, view.stage)
+        order_matches = order_matches and model.executed == _expected_order(plan, view.pp_rank)
     schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
     program = derive(spec, plan.layout, plan.batch, schedule, rank, frozen=plan.frozen)
     return RankProof(
         rank=rank,
-        stage=view.stage,
+        stage_of=model.stage_of,
         losses=losses,
         norms=norms,
         gradients=gradients,
@@ -150,13 +150,16 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof
     )
 
 
-def _expected_order(plan: Plan, stage: int) -> list[str]:
+def _expected_order(plan: Plan, pp_rank: int) -> list[str]:
     schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
-    return [str(a) for a in schedule.rows[schedule.stage_ranks[stage]]]
+    return [str(a) for a in schedule.rows[pp_rank]]
 
 
 def _tied_equal(model: ParallelModel) -> bool:
     """Return whether both ends of a tied pair hold the same bits. Communication: one all_reduce on ``tied``."""
+    if model.tied_pair is not None:
+        one, other = (local(p.detach()) for p in model.tied_pair)
+        return bool(torch.equal(one, other))
     if model.tied_weight is None:
         return True
     import torch.distributed as dist

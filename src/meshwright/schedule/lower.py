@@ -41,6 +41,29 @@ def lower(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(row) for row in rows)
 
 
+def lower_forward(schedule: Schedule, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """Return the forwards of the first micro-batches of ``schedule`` with SEND_F/RECV_F, for an evaluation."""
+    forwards = tuple(
+        tuple(
+            a
+            for a in row
+            if a.kind is ActionKind.FORWARD
+            and a.micro_batch is not None
+            and a.micro_batch < num_micro_batches
+        )
+        for row in schedule.rows
+    )
+    rows: list[list[Action]] = [[] for _ in schedule.rows]
+    for rank, action in play(forwards, schedule.num_stages).order:
+        rows[rank].append(action)
+        message = message_of(action, schedule)
+        if message is not None:
+            send, recv, peer = message
+            rows[rank].append(send)
+            rows[peer].append(recv)
+    return tuple(tuple(row) for row in rows)
+
+
 def message_of(action: Action, schedule: Schedule) -> tuple[Action, Action, int] | None:
     """Return (send, receive, receiving rank) that follow ``action``, or None when its result stays on the rank."""
     if action.kind is ActionKind.FORWARD:

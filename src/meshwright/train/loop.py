@@ -24,7 +24,7 @@ from meshwright.checkpoint.state import Place
 from meshwright.mesh.device_mesh import build_mesh
 from meshwright.mesh.env import RankFacts
 from meshwright.model.spec import ModelSpec
-from meshwright.parallel.apply import ParallelModel, apply_plan
+from meshwright.parallel.apply import ParallelModel, apply_plan, needs_tied_group
 from meshwright.parallel.placement import check_placement
 from meshwright.parallel.tied import local
 from meshwright.program.plan import Plan
@@ -95,7 +95,7 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
     """
     plan, run, spec = task.plan, task.run, task.spec
     device_type = facts.device.partition(":")[0]
-    view = build_mesh(plan.layout, facts.rank, device_type, tied=spec.tied_embeddings)
+    view = build_mesh(plan.layout, facts.rank, device_type, tied=needs_tied_group(plan, spec))
     facts.at(coordinates=" ".join(f"{a}={c}" for a, c in view.coords.items()), step=0, action="build")
     model = apply_plan(
         plan,
@@ -105,7 +105,7 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
         weights=task.weights,
         on_action=lambda action: facts.at(action=action),
     )
-    placement = check_placement(spec, view, model.params)
+    placement = check_placement(spec, view, model.params, model.stage_of)
     check_replicas(model)
     optimizer = build_optimizer(model.trainable(), model.decays, run.optimizer)
     rate = Rate(
@@ -184,7 +184,7 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
     log.close()
     mine = RankSummary(
         rank=facts.rank,
-        stage=view.stage,
+        stage=view.pp_rank,
         memory=memory,
         step_times_s=times,
         phases_s={name: median(values) for name, values in phases.items()},

@@ -35,9 +35,14 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
 
 def gradients(model: ParallelModel) -> list[Tensor]:
     """Return the gradients that this rank holds now: buffers, shards, and whole ones that still accumulate."""
-    if isinstance(model.data, Replicate):
-        return model.data.flat_gradients()
-    return [p.grad for p in model.params.values() if p.grad is not None] + model.data.waiting_gradients()
+    found: list[Tensor] = []
+    for engine in model.engines.values():
+        if isinstance(engine, Replicate):
+            found += engine.flat_gradients()
+        else:
+            grads = [p.grad for p in engine.root.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
+            found += [g for g in grads if g is not None] + engine.waiting_gradients()
+    return found
 
 
 def state_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:

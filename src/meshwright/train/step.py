@@ -81,7 +81,7 @@ def train_step(
     set_rate(optimizer, lr)
     model.zero_grad()
 
-    # A batch is counted once: by one rank of the first stage of each replica of the data.
+    # A batch is counted once: by one rank of the first pipeline rank of each replica of the data.
     mine = (labels_ABT != IGNORE).sum() if model.view.counts_batch else torch.zeros((), dtype=torch.int64)
     valid = int(sum_over_world(mine.to(model.view.device), model))
     marks.append(time.perf_counter())

@@ -251,8 +251,8 @@ short stages per rank make the bubble smaller and send more often.""",
         why="Meshwright can plan it but not run it so far",
         needs="axes that are built: dp (with zero and shard), tp (with sp) and pp",
         do="set the degree to 1 and use dp, zero, tp or pp",
-        page="""What runs now: dp with zero=0, 1, 2, 3 and shard (HSDP), tp with sp=on or off, and pp with schedule gpipe
-or 1f1b. The other axes have their rank arithmetic and rules, and the planner may price them.""",
+        page="""What runs now: dp with zero=0, 1, 2, 3 and shard (HSDP), tp with sp=on or off, and pp with every
+schedule. The other axes have their rank arithmetic and rules, and the planner may price them.""",
     ),
     CodeInfo(
         code="E251",
@@ -261,8 +261,8 @@ or 1f1b. The other axes have their rank arithmetic and rules, and the planner ma
         why="Meshwright can plan it but not run it so far",
         needs="a value that is built",
         do="leave the key out",
-        page="""What runs now: chunks=1, loss=eager or chunked, any recompute, offload=none, compile=off,
-schedule=gpipe or 1f1b, and precision fp32, bf16, fp16 and fp64.""",
+        page="""What runs now: loss=eager or chunked, any recompute, offload=none, compile=off, every schedule,
+and precision fp32, bf16, fp16 and fp64.""",
     ),
     CodeInfo(
         code="E252",
@@ -295,6 +295,28 @@ Other models run with data parallelism, ZeRO and, by family, pipelines.""",
         do="loss=eager",
         page="""Gemma-2 passes its logits through a scaled tanh after the head. loss=chunked computes head and loss
 together, by chunks of tokens, from the head's weight alone; it does not know the cap, so it is refused.""",
+    ),
+    CodeInfo(
+        code="E255",
+        title="A parallel loss needs a tensor axis",
+        kind="math",
+        why="loss=parallel sums the loss over vocabulary columns that lie on the ranks of tp",
+        needs="tp = 2 or more, or loss=eager or chunked",
+        do="loss=eager",
+        page="""With tp above 1 the head is cut by vocabulary rows, and the loss is computed from each rank's own columns:
+that is what loss=eager does there too, and loss=parallel asks for it by name. loss=chunked does the same a chunk of
+tokens at a time. With tp=1 one rank has all columns, and there is nothing to sum.""",
+    ),
+    CodeInfo(
+        code="E256",
+        title="Recompute with a split backward is not built",
+        kind="code",
+        why="both halves of a backward need the recomputed activations, which are made once and then gone",
+        needs="a schedule with whole backwards (gpipe, 1f1b, interleaved), or recompute=none",
+        do="schedule=1f1b, or recompute=none",
+        page="""ZB-H1, ZB-V and DualPipeV run a backward in two halves: first the gradients that the previous stage waits
+for, later those of the weights. A recomputed activation would have to be kept from the first half to the second, which
+gives the memory back, or be recomputed twice, which costs a forward more than the bubble it saves.""",
     ),
     CodeInfo(
         code="W201",

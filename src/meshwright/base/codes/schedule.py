@@ -12,11 +12,12 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         title="This pipeline schedule is not built yet",
         kind="code",
         why="Meshwright has no generator for it so far",
-        needs="a schedule that is built: gpipe or 1f1b",
+        needs="a schedule that is built: gpipe, 1f1b, interleaved, zb-h1, zbv or dualpipev",
         do="schedule=1f1b | schedule=gpipe",
-        page="""The name is known, and layouts with it can be read, but no rows can be made for it yet. gpipe runs all
-forwards before all backwards; 1f1b alternates them, so that a rank holds at most as many micro-batches as there
-are stages from it to the last.""",
+        page="""No rows can be made for this name. gpipe runs all forwards before all backwards; 1f1b alternates them, so
+that a rank holds at most as many micro-batches as there are stages from it to the last. interleaved has several
+stages per rank and a shorter bubble; zb-h1 runs weight gradients late to fill the bubble; zbv and dualpipev do both,
+with two stages per rank in a V. Other orders can be written as a schedule file (schedule=@FILE).""",
     ),
     CodeInfo(
         code="E302",
@@ -70,11 +71,22 @@ hang; the refusal points at the first cell that can never start and says what it
         code="E307",
         title="A schedule file does not fit the layout",
         kind="math",
-        why="rows are pipeline ranks and micro-batches are accumulation steps",
-        needs="as many rows as pp and as many micro-batches as accumulation",
-        do="change pp, the batch or the file",
+        why="rows are pipeline ranks, micro-batches are accumulation steps, and chunks are stages per rank",
+        needs="as many rows as pp, micro-batches as accumulation, and stages as pp * chunks",
+        do="change pp, chunks, the batch or the file",
         page="""A schedule file is written for one number of ranks and one number of micro-batches. Change
-pp to the number of its rows, and global batch or micro_batch so that accumulation is its number of micro-batches.""",
+pp to the number of its rows, chunks to its stages per row, and global batch or micro_batch so that accumulation is
+its number of micro-batches.""",
+    ),
+    CodeInfo(
+        code="E308",
+        title="DualPipeV has too few micro-batches",
+        kind="math",
+        why="its two directions fill the pipeline with 2p forwards before they can alternate",
+        needs="accumulation >= 2 * pp",
+        do="a larger global batch, a smaller micro_batch, or schedule=zbv",
+        page="""DualPipeV alternates forwards of a rank's first stage with backwards of its second. Before that starts,
+2 * pp micro-batches are on their way. zbv has the same stages per rank and runs with any number of micro-batches.""",
     ),
     CodeInfo(
         code="W301",
