@@ -45,6 +45,7 @@ def prove(
     fault: Any = None,
     optimizer: Any = None,
     max_norm: float | None = 1.0,
+    simulated: bool = False,
 ) -> dict[str, Any]:
     spec = read_model(config) if isinstance(config, str) else spec_from_config(config, "small")
     wanted = replace(parse_layout(layout), precision=precision)
@@ -66,4 +67,5 @@ def prove(
         show=lambda line: None,
         fault=fault,
         execute=execute,
+        simulated=simulated,
     )

@@ -147,16 +147,21 @@ def verdict_text(result: dict[str, Any]) -> str:
     if result.get("sentinel"):
         sentinel = result["sentinel"]
         lines.append(f"all gradients differ by the factor {sentinel['factor']}: {sentinel['cause']}")
-    ledger = result.get("ledger") or {}
-    lines.append(f"collectives as described: {'yes' if ledger.get('matches') else 'NO'}")
-    complete = (result.get("placement") or {}).get("complete")
-    lines.append(f"every parameter placed exactly once: {'yes' if complete else 'NO'}")
+    if ledger := result.get("ledger"):  # not where all shards ran in one process
+        lines.append(f"collectives as described: {'yes' if ledger.get('matches') else 'NO'}")
+        complete = (result.get("placement") or {}).get("complete")
+        lines.append(f"every parameter placed exactly once: {'yes' if complete else 'NO'}")
     if result.get("ladder"):
         rungs = [
-            (rung["layout"], f"{rung['max_rel_diff']:.3e}", "passed" if rung["passed"] else "FAILED")
+            (
+                rung["adds"],
+                f"{rung['max_rel_diff']:.3e}",
+                "passed" if rung["passed"] else "FAILED",
+                rung["layout"],
+            )
             for rung in result["ladder"]
         ]
-        lines.insert(0, table(("rung", "gradients", "verdict"), rungs, right=(1,)) + "\n")
+        lines.insert(0, table(("rung", "gradients", "verdict", "layout"), rungs, right=(1,)) + "\n")
     verdict = "PASSED" if result["passed"] else "FAILED"
     lines.append(f"{verdict}: {result['world_size']} ranks against one device, {result['steps']} steps")
     return "\n".join(lines)

@@ -25,6 +25,8 @@ class PrivateName:
 NAMES: Final[tuple[PrivateName, ...]] = (
     PrivateName("torch.distributed", "set_debug_level_from_env", "mesh.pool"),
     PrivateName("torch.distributed", "TCPStore", "mesh.rank_process"),
+    PrivateName("torch.distributed", "HashStore", "prove.simulate"),
+    PrivateName("torch.distributed", "ProcessGroupGloo", "prove.simulate"),
     PrivateName("torch.distributed.pipelining.schedules", "_Action", "parallel.pipeline"),
     PrivateName("torch.distributed.pipelining.schedules", "_Action.from_str", "parallel.pipeline"),
     PrivateName("torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime", "parallel.pipeline"),

@@ -25,9 +25,11 @@ from meshwright.model.read_hf import read_model, spec_from_config
 from meshwright.model.spec import ModelSpec
 from meshwright.program.make import make_plan
 from meshwright.program.plan import Plan
+from meshwright.prove.ladder import climb
 from meshwright.prove.parity import compare_references
 from meshwright.prove.reference import Recipe, Reference, TokenBatch, run_reference
-from meshwright.prove.verdict import tolerances, verdict
+from meshwright.prove.simulate import simulate_tensor_axis
+from meshwright.prove.verdict import simulated_verdict, tolerances, verdict
 from meshwright.prove.worker import Fault, ProofTask, RankProof, prove_rank
 from meshwright.train.data import synthetic_batch
 from meshwright.train.optim import Rate
@@ -73,6 +75,15 @@ def _proof_rank(facts: RankFacts, work: _Work) -> RankProof:
     return prove_rank(facts.rank, work.task, facts.at)
 
 
+def _simulated(facts: RankFacts, work: _Work) -> dict[str, Any]:
+    facts.at(step=1, action="shards of the tensor axis in one process")
+    task = work.task
+    assert task is not None
+    return simulate_tensor_axis(
+        task.plan, task.spec, task.reference, work.batches[0], task.seed, fault=task.fault
+    )
+
+
 def _on_local_ranks(worker: Callable[[RankFacts, Any], Any], nproc: int, work: Any) -> list[Any]:
     return run_local(worker, nproc, work, timeout_s=TIMEOUT_S, preload=("transformers",))
 
@@ -110,8 +121,11 @@ def run_proof(
     fault: Fault | None = None,
     batches: Sequence[TokenBatch] | None = None,
     execute: Execute = _on_local_ranks,
+    simulated: bool = False,
 ) -> dict[str, Any]:
     """Run the reference and then the plan on local ranks, and return the verdict.
+
+    ``simulated``: the plan has a tensor axis alone, whose shards all run in one process, for the first step.
 
     Raises:
         MeshwrightError: when a rank fails.
@@ -147,7 +161,8 @@ def run_proof(
                 own = reference(f"own-{reverse}", replace(recipe, precision=precision, reverse_rows=reverse))
                 for key, value in compare_references(own, truth, steps).items():
                     own_error[key] = max(own_error.get(key, 0.0), value)
-        show(f"{plan.world_size} ranks: {plan.layout.text()}")
+        if not simulated:
+            show(f"{plan.world_size} ranks: {plan.layout.text()}")
         task = ProofTask(
             plan=plan,
             spec=spec,
@@ -160,11 +175,14 @@ def run_proof(
             fault=fault,
         )
         work = _Work(recipe=None, task=task, spec=spec, batches=data, folder=folder)
+        bounds = tolerances(precision, own_error, max(truth.losses))
+        if simulated:
+            return simulated_verdict(plan, execute(_simulated, 1, work)[0], bounds)
         proofs: list[RankProof] = execute(_proof_rank, plan.world_size, work)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     tied = {t.name: t.tied_to for t in spec.tensors() if t.tied_to is not None}
-    result = verdict(plan, truth, proofs, tolerances(precision, own_error, max(truth.losses)), tied)
+    result = verdict(plan, truth, proofs, bounds, tied)
     if spec.dropout:
         result["notes"] = [f"dropout {spec.dropout:g} rests during a proof"]
     return result
@@ -213,9 +231,6 @@ def prove_command(
     """
     show = show or (lambda line: None)
     problems = contract.missing()
-    if ladder and any(parse_layout(layout).as_dict()[a] > 1 for a in ("tp", "cp", "ep")):
-        found, do = "rungs for tp, cp and ep are not built yet", "a layout of dp, zero and pp"
-        problems.append(problem("E900", where="--ladder", found=found, do=do))
     if resume:
         problems.append(
             problem(
@@ -246,69 +261,21 @@ def prove_command(
         "show": show,
     }
 
-    def prove(layout: Layout) -> dict[str, Any]:
+    def prove(layout: Layout, simulated: bool = False) -> dict[str, Any]:
         plan = proof_plan(
             spec, layout, model_path=target, seq_len=length, global_batch=global_batch, freeze=patterns
         )
-        if torchrun_facts() is None:
+        if torchrun_facts() is None and not simulated:
             refuse(check_local_ranks(plan.world_size, os.cpu_count() or 1), ExitCode.ENVIRONMENT)
-        return run_proof(plan, spec, **settings)
+        return run_proof(plan, spec, simulated=simulated, **settings)
 
     if ladder:
-        result = climb(wanted, prove, show)
+        result = climb(wanted, lambda rung: prove(rung.layout, rung.simulated), show)
     else:
         result = prove(wanted)
     if out is not None:
         write_json(out, result)
     return result
-
-
-def rungs(layout: Layout) -> list[Layout]:
-    """Return the ladder to ``layout``: one device, then one axis more on each rung (pp, then dp, then ZeRO)."""
-    plain = replace(
-        layout,
-        dp=1,
-        zero=0,
-        shard=1,
-        pp=1,
-        cut="auto",
-        schedule="1f1b",
-        chunks=1,
-        micro_batch=layout.micro_batch,
-    )
-    steps = [plain]
-    if layout.pp > 1:
-        steps.append(
-            replace(plain, pp=layout.pp, cut=layout.cut, schedule=layout.schedule, chunks=layout.chunks)
-        )
-    if layout.dp > 1:
-        steps.append(replace(steps[-1], dp=layout.dp))
-    if layout.zero > 0:
-        if layout.shard < layout.dp:
-            steps.append(replace(steps[-1], zero=layout.zero, shard=layout.dp))
-        steps.append(replace(steps[-1], zero=layout.zero, shard=layout.shard))
-    return [r for k, r in enumerate(steps) if k == 0 or r != steps[k - 1]]
-
-
-def climb(layout: Layout, prove: Callable[[Layout], dict[str, Any]], show: Show) -> dict[str, Any]:
-    """Prove each rung in turn and stop at the first that differs; Returns the last verdict with the ladder."""
-    ladder: list[dict[str, Any]] = []
-    result: dict[str, Any] = {}
-    for rung in rungs(layout):
-        show(f"rung {len(ladder) + 1}: {rung.text()}")
-        result = prove(rung)
-        ladder.append(
-            {
-                "layout": rung.text(),
-                "passed": result["passed"],
-                "max_rel_diff": result["gradients"]["max_rel_diff"],
-                "worst": result["gradients"]["worst"],
-            }
-        )
-        if not result["passed"]:
-            break
-    failed = next((r for r in ladder if not r["passed"]), None)
-    return result | {"ladder": ladder, "first_failing_rung": failed}
 
 
 def write_json(path: str | Path, value: Any) -> None:

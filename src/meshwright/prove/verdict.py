@@ -111,6 +111,27 @@ def verdict(
     }
 
 
+def simulated_verdict(plan: Plan, found: Mapping[str, Any], tolerance: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the verdict of a tensor axis whose shards ran in one process: the first step's loss and gradients."""
+    checks = {
+        "loss": found["loss_diff"] <= tolerance["loss"],
+        "gradients": found["max_rel_diff"] <= tolerance["gradients"],
+    }
+    return {
+        "passed": all(checks.values()),
+        "layout": plan.layout.text(),
+        "plan_hash": plan.hash,
+        "world_size": 1,
+        "steps": 1,
+        "precision": plan.layout.precision,
+        "loss": {"max_abs_diff": found["loss_diff"]},
+        "gradients": {"max_rel_diff": found["max_rel_diff"], "worst": found["worst"], "missing": []},
+        "tolerance": dict(tolerance),
+        "sentinel": None,
+        "checks": checks,
+    }
+
+
 def _distance(a: float, b: float) -> float:
     return abs(a - b) if math.isfinite(a) else math.inf
 
