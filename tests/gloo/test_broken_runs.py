@@ -131,11 +131,11 @@ def test_all_that_is_wrong_is_said_at_once(folder: Path) -> None:
             "data.path=nowhere",
             "cluster=nowhere",
             "freeze=[nothing]",
-            layout="pp=9,tp=2",
+            layout="pp=9,tp=3",
             name="file",
         )
     codes = {p.code for p in caught.value.problems}
-    assert {"E601", "E401", "E812", "E211", "E250", "E813"} <= codes
+    assert {"E601", "E401", "E812", "E211", "E201", "E813"} <= codes
     with pytest.raises(MeshwrightError) as caught:
         train(folder, "model.config=nowhere", "data.path=nowhere")
     assert {"E120", "E601"} <= {p.code for p in caught.value.problems}
