@@ -106,9 +106,10 @@ def plan_of(spec: ModelSpec, layout: Layout) -> Plan | None:
     try:
         return proof_plan(spec, layout, model_path="test", seq_len=16, global_batch=None, freeze=())
     except MeshwrightError as error:
-        assert error.problems
-        assert all(p.code and p.found and p.do for p in error.problems)
-        return None
+        refused = error.problems
+    assert refused
+    assert all(p.code and p.found and p.do for p in refused)
+    return None
 
 
 def check_all_ranks(spec: ModelSpec, plan: Plan) -> None:

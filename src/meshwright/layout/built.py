@@ -33,5 +33,5 @@ PIPELINE_FAMILIES: Final = (
 )
 """Model families that can be cut in stages."""
 
-TENSOR_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+TENSOR_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
 """Model families that the tensor axis can cut."""

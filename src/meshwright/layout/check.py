@@ -447,6 +447,9 @@ def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
             f"dropout {spec.dropout:g} with tp = {tp}: masks would repeat over the heads of different ranks"
         )
         reasons.append((what, "dropout 0, or tp = 1", "dropout = 0"))
+    if spec.config.get("output_router_logits"):
+        what = f"output_router_logits with tp = {tp}: every rank would add the routers' whole term"
+        reasons.append((what, '"output_router_logits": false, or tp = 1', '"output_router_logits": false'))
     if (tp - 1) * -(-spec.vocab_size // tp) >= spec.vocab_size:
         what = (
             f"{spec.vocab_size} rows of vocabulary over tp = {tp}: {-(-spec.vocab_size // tp)} on each rank "

@@ -23,6 +23,10 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+_SOFTMAX = (torch.nn.functional.softmax, torch.softmax, torch.Tensor.softmax)
+"""Functions that take a dtype to compute in: routers of mixtures ask for float32."""
+
+
 class Float64Throughout(TorchFunctionMode):
     """Keeps float64 values float64 where a model asks for float32.
 
@@ -31,8 +35,10 @@ class Float64Throughout(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Leave out a cast from float64 to float32; run everything else unchanged."""
+        """Leave out a cast from float64 to float32, also inside a softmax; run everything else unchanged."""
         wanted = (*args[1:], *(kwargs or {}).values())
+        if func in _SOFTMAX and torch.float32 in wanted and args[0].dtype == torch.float64:
+            return func(args[0], *args[1:], **{**(kwargs or {}), "dtype": torch.float64})
         narrows = func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in wanted)
         if narrows and args[0].dtype == torch.float64:
             return args[0]

@@ -312,6 +312,9 @@ def _cut_block(block: nn.Module, prefix: str, axis: TensorAxis, sp: bool) -> Non
         if not tensor.name.startswith(prefix) or not tensor.name.endswith(".weight"):
             continue
         path = tensor.name.removeprefix(prefix).removesuffix(".weight")
+        if tensor.role == "router":
+            _cut_experts(block.get_submodule(path.rpartition(".")[0]), axis, sp)
+            continue
         parent = path.rpartition(".")[0]
         if tensor.role in ("attention_in", "mlp_in"):
             if parent not in entered:
@@ -322,6 +325,15 @@ def _cut_block(block: nn.Module, prefix: str, axis: TensorAxis, sp: bool) -> Non
                 _tell_heads(block.get_submodule(parent), axis)
         elif tensor.role in ("attention_out", "mlp_out"):
             _cut_rows(block.get_submodule(path), axis, sp)
+
+
+def _cut_experts(mixture: nn.Module, axis: TensorAxis, sp: bool) -> None:
+    """Make a mixture of experts communicate as a whole: each rank routes all tokens through its slice of every expert.
+
+    Router and routing are the same on all ranks; the outputs of the experts, weighted, are partial sums.
+    """
+    _before(mixture, axis.group, *((_all_gather, _reduce_scatter) if sp else (_same, _all_reduce)))
+    _after(mixture, axis.group, *((_reduce_scatter, _all_gather) if sp else (_all_reduce, _same)))
 
 
 def _tell_width(matrix: Any) -> None:

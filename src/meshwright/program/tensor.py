@@ -2,7 +2,8 @@
 
 The rules are those of ``parallel.tensor``: with sequence parallelism an all_gather before and a reduce_scatter after
 each column-row pair of a block and one all_gather at the end of the stage's blocks, else an all_reduce after each
-pair; one all_reduce for the looked-up embedding, and two small ones per token for the loss. Backward runs the
+pair (after a mixture of experts in the dtype of the hidden states); one all_reduce for the looked-up embedding, and two
+small ones per token for the loss. Backward runs the
 transposes, where there is a gradient to send.
 """
 
@@ -71,8 +72,9 @@ def micro_batch_collectives(
                 name = f"{pair} of layer {layer}"
                 if layout.sp:
                     yield send("all_gather", hidden, f"hidden states into {name}")
+                out = hidden if pair == "mlp" and spec.blocks[layer].moe else summed
                 yield send(
-                    "reduce_scatter" if layout.sp else "all_reduce", summed, f"partial sums out of {name}"
+                    "reduce_scatter" if layout.sp else "all_reduce", out, f"partial sums out of {name}"
                 )
         if layout.sp:
             yield send("all_gather", hidden, "hidden states after the last layer of the stage")
@@ -88,17 +90,18 @@ def micro_batch_collectives(
         yield send("all_reduce", hidden, "gradient of the head's input")
     flows = stage > 0 or any(t.name not in frozen for t in spec.embedding)
     entry = flows
-    steps: list[tuple[str, bool, bool]] = []
+    steps: list[tuple[str, bool, bool, int]] = []
     for layer in stage_layers(layout, stage):
         for pair in PAIRS:
             into, inside, flows = _flow(spec.blocks[layer], pair, flows, frozen)
-            steps.append((f"{pair} of layer {layer}", into, inside))
-    for i, (name, into, inside) in reversed(list(enumerate(steps))):
+            out = hidden if pair == "mlp" and spec.blocks[layer].moe else summed
+            steps.append((f"{pair} of layer {layer}", into, inside, out))
+    for i, (name, into, inside, out) in reversed(list(enumerate(steps))):
         ends_block = i % len(PAIRS) == len(PAIRS) - 1
         if layout.recompute != "none" and ends_block and (inside or steps[i - 1][2]):
             yield from _recomputed(layout, steps[i - 1][0], name, send, hidden, summed)
         if layout.sp and inside:
-            yield send("all_gather", summed, f"gradient of the partial sums of {name}")
+            yield send("all_gather", out, f"gradient of the partial sums of {name}")
         if into:
             kind = "reduce_scatter" if layout.sp else "all_reduce"
             yield send(kind, hidden, f"gradient of the input of {name}")
@@ -135,7 +138,8 @@ def _flow(block: BlockSpec, pair: str, before: bool, frozen: Collection[str]) ->
         return any(t.name not in frozen for t in tensors)
 
     into = before or trains([t for t in norms if t.name.startswith(first + ".")])
-    own = [t for t in block.tensors if t.role in (f"{pair}_in", f"{pair}_out")]
+    roles = (f"{pair}_in", f"{pair}_out", *(("router", "expert_in", "expert_out") if pair == "mlp" else ()))
+    own = [t for t in block.tensors if t.role in roles]
     if pair == "attention":
         own += [t for t in block.tensors if t.dims == ("head_dim",)]
     added = [t for t in own if t.role == f"{pair}_out" and t.is_bias]

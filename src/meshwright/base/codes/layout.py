@@ -281,7 +281,8 @@ data parallelism and ZeRO.""",
         why="a family's modules must be known to be cut over tp",
         needs="a family that is built, no dropout, and vocabulary rows for every rank; or tp=1",
         do="tp=1 with dp, zero or pp",
-        page="""Cut over tp now: llama, mistral, qwen2, qwen3, gpt2; not experts, nor other families' fused matrices.
+        page="""Cut over tp now: llama, mistral, qwen2, qwen3, gpt2, mixtral, qwen3_moe (each expert is cut like a
+feed-forward); not other families' fused matrices, nor a load-balancing term of the routers in the loss.
 With dropout, ranks would draw the same masks for different heads, which is not what one device computes.
 Vocabulary rows are cut ceil(rows / tp) to a rank; a vocabulary so small that the last rank gets none is refused.
 Other models run with data parallelism, ZeRO and, by family, pipelines.""",
