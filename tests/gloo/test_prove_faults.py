@@ -106,7 +106,7 @@ def test_faults_leave_other_proofs_alone(pool):
 
 def unreached(model, step):
     if model.view.rank == 0:
-        model.data.reached.discard(id(model.params["model.norm.weight"]))
+        model.engines[0].reached.discard(id(model.params["model.norm.weight"]))
 
 
 def test_h111_a_parameter_that_no_backward_reached_fails_the_proof(pool):
