@@ -183,6 +183,22 @@ def test_recompute_with_a_split_backward_names_a_whole_one() -> None:
     assert check_built(parse_layout("pp=2,schedule=interleaved,chunks=2,recompute=full"), llama()) == []
 
 
+def test_random_numbers_that_depend_on_the_layout_are_said() -> None:
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "ffn_dim": 64,
+        "vocab_size": 64,
+    }
+    opt = spec_from_config(
+        {"model_type": "opt", "dropout": 0.1, "max_position_embeddings": 64, **sizes}, "opt"
+    )
+    assert [p.code for p in check(opt, parse_layout("dp=2"), None) if p.code == "W207"] == ["W207"]
+    assert "W207" not in {p.code for p in check(opt, parse_layout("dp=1"), None)}
+    assert "W207" not in {p.code for p in check(gpt2(), parse_layout("dp=2"), None)}
+
+
 def test_a_parallel_loss_needs_a_tensor_axis() -> None:
     (alone,) = check_built(parse_layout("dp=2,loss=parallel"), llama())
     assert (alone.code, alone.kind) == ("E255", Kind.MATH)
@@ -218,6 +234,7 @@ def test_every_layout_code_is_triggered_somewhere() -> None:
         "E255",
         "E256",
         "W206",
+        "W207",
     }
     batch = {"E220", "E221", "E222", "E224"}
     assert {info.code for info in codes.CODES} == (here | batch) - {"W301", "E308"}

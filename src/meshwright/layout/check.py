@@ -17,6 +17,7 @@ from meshwright.layout.cut import check_cut
 from meshwright.layout.layout import Layout
 from meshwright.layout.precision import precision_table
 from meshwright.layout.ranks import group, nodes_of
+from meshwright.model.randomness import layout_dependent
 from meshwright.model.spec import ModelSpec
 from meshwright.schedule.generate import SPLIT, check_chunks, check_micro_batches
 
@@ -45,6 +46,8 @@ def check(
     )
     problems += _tensor(spec, layout)
     problems += _experts(spec, layout)
+    if layout.world_size > 1:
+        problems += [problem("W207", where="model.config", found=what) for what in layout_dependent(spec)]
     problems += check_cut(spec.num_layers, layout)
     problems += _zero(layout)
     problems += _pipeline(layout)
@@ -442,11 +445,6 @@ def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
     if spec.family not in built.TENSOR_FAMILIES:
         families = "one of " + ", ".join(built.TENSOR_FAMILIES) + ", or tp = 1"
         reasons.append((f'tp = {tp} with "{spec.name}" of family {spec.family}', families, dp_instead))
-    if spec.dropout:
-        what = (
-            f"dropout {spec.dropout:g} with tp = {tp}: masks would repeat over the heads of different ranks"
-        )
-        reasons.append((what, "dropout 0, or tp = 1", "dropout = 0"))
     if spec.config.get("output_router_logits"):
         what = f"output_router_logits with tp = {tp}: every rank would add the routers' whole term"
         reasons.append((what, '"output_router_logits": false, or tp = 1', '"output_router_logits": false'))

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
+from meshwright.model.randomness import drops_probabilities, drops_residual
 from meshwright.model.spec import BlockSpec, ModelSpec, MoESpec
 
 AttentionKernel: TypeAlias = Literal["flash", "math"]
@@ -103,8 +104,8 @@ def saved_activations(
         residual_bytes: bytes of the residual stream; 4 under autocast, by default the compute dtype's.
         mask_bytes: bytes per element of a dropout mask: 1 on a GPU; a CPU keeps the noise in the compute dtype.
 
-    Excluded: parameters, the cos/sin tables (shared by all blocks), weight casts of autocast. Dropout on the
-    attention scores is taken to be the kernel's own (a seed, no mask).
+    Excluded: parameters, the cos/sin tables (shared by all blocks), weight casts of autocast. With dropout on the
+    attention probabilities attention is not fused (``parallel.dropout``), whatever ``attention`` says.
     Expert inputs are counted at perfect balance.
     """
     z = _Sizes(micro_batch * seq_len, seq_len, compute_bytes, residual_bytes or compute_bytes)
@@ -118,7 +119,7 @@ def saved_activations(
     saved += _feed_forward(spec, block, z)
     if _sandwich(spec):
         saved += _norm(spec, z, "norm after feed-forward", spec.hidden_size, z.c)
-    if spec.dropout > 0:
+    if drops_residual(spec):
         masks = z.keep(2 * spec.hidden_size, mask_bytes)
         saved.append(SavedTensor(op="dropout masks", num_bytes=masks, along="sequence"))
     return tuple(s for s in saved if s.num_bytes)
@@ -170,7 +171,22 @@ def _attention(
     if a.qk_norm:
         yield from _norm(spec, z, "query norm", a.head_dim, z.c, a.num_heads, "tp")
         yield from _norm(spec, z, "key norm", a.head_dim, z.c, a.num_kv_heads, "tp")
-    yield from (_scores(spec, z) if unfused else _fused(spec, block, z))
+    if drops_probabilities(spec):
+        yield from _dropped(spec, z)
+    else:
+        yield from (_scores(spec, z) if unfused else _fused(spec, block, z))
+
+
+def _dropped(spec: ModelSpec, z: _Sizes) -> Iterable[SavedTensor]:
+    """Keep q, k, v for all heads, the softmax in at least fp32, the mask and the probabilities that are left."""
+    a = spec.attention
+    widths = a.num_heads * (2 * a.head_dim + a.value_head_dim)
+    yield SavedTensor(op="queries, keys and values", num_bytes=z.keep(widths, z.c), along="tp")
+    yield SavedTensor(
+        op="attention output", num_bytes=z.keep(a.num_heads * a.value_head_dim, z.c), along="tp"
+    )
+    square = z.tokens * z.seq_len * a.num_heads
+    yield SavedTensor(op="attention scores", num_bytes=square * (max(z.c, _FP32) + 1 + z.c), along="tp")
 
 
 def always_unfused(spec: ModelSpec) -> bool:

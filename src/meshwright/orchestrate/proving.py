@@ -21,6 +21,7 @@ from meshwright.layout.parse import parse_layout
 from meshwright.mesh import contract
 from meshwright.mesh.env import RankFacts, check_local_ranks, torchrun_facts
 from meshwright.mesh.launch import run_local
+from meshwright.model.randomness import draws_alike, layout_dependent
 from meshwright.model.read_hf import read_model, spec_from_config
 from meshwright.model.spec import ModelSpec
 from meshwright.program.make import make_plan
@@ -183,8 +184,10 @@ def run_proof(
         shutil.rmtree(folder, ignore_errors=True)
     tied = {t.name: t.tied_to for t in spec.tensors() if t.tied_to is not None}
     result = verdict(plan, truth, proofs, bounds, tied)
-    if spec.dropout:
-        result["notes"] = [f"dropout {spec.dropout:g} rests during a proof"]
+    if draws_alike(spec):
+        result["notes"] = [f"dropout {spec.dropout:g} is on: the same masks in every layout"]
+    elif rests := layout_dependent(spec):
+        result["notes"] = [f"{what} rests during a proof" for what in rests]
     return result
 
 

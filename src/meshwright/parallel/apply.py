@@ -7,7 +7,7 @@ build -> freeze -> cut the stages -> cut by the tensor axis -> move -> recompute
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,13 +20,15 @@ from meshwright.base.axes import TIED
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.layout.precision import PrecisionTable, precision_table
 from meshwright.mesh.device_mesh import MeshView
+from meshwright.model.randomness import draws_alike, drops_probabilities
 from meshwright.model.sharding import tp_copies
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.build import build_model, frozen_names
+from meshwright.parallel.dropout import Dropout, place_on_axes, use_dropout
 from meshwright.parallel.loss import chunked_loss_sum
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import Float64Throughout, dtype_of, forward_context
-from meshwright.parallel.recompute import recompute_blocks
+from meshwright.parallel.recompute import nested, recompute_blocks
 from meshwright.parallel.replicate import Replicate
 from meshwright.parallel.stage import StageModule, cut_stages, get_module, logical_name
 from meshwright.parallel.tensor import TensorAxis, joined, shard_tensors
@@ -80,6 +82,7 @@ class ParallelModel:
     decays: frozenset[str]
     tied_weight: nn.Parameter | None = None
     tensor: TensorAxis | None = None
+    dropout: Dropout | None = None
     tied_pair: tuple[nn.Parameter, nn.Parameter] | None = None
     on_action: Callable[[str], None] = field(default=_silent)
     executed: list[str] = field(default_factory=list[str])
@@ -88,6 +91,14 @@ class ParallelModel:
     def is_last(self) -> bool:
         """Whether this rank computes the loss."""
         return any(stage.is_last for stage in self.stages.values())
+
+    def begin_step(self, step: int, rows_AB: Tensor) -> None:
+        """Say which update comes and which rows of the global batch, [accumulation, B], this rank's micro-batches are.
+
+        Dropout masks follow from them.
+        """
+        if self.dropout is not None:
+            self.dropout.start(step, rows_AB)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return this rank's trainable parameters by logical name."""
@@ -131,6 +142,8 @@ class ParallelModel:
         module, data = self.stages[0], self.engines[0]
         for k, (x_BT, y_BT) in enumerate(zip(inputs_ABT, labels_ABT, strict=True)):
             self._note(f"0F{k}")
+            if self.dropout is not None:
+                self.dropout.micro_batch(k)
             loss_sum = module(x_BT, labels=y_BT)
             sums.append(loss_sum.detach())
             self._note(f"0B{k}")
@@ -232,6 +245,7 @@ def apply_plan(
     frozen = frozen_names(spec, plan.frozen)
     for name, p in causal_lm.named_parameters():
         p.requires_grad_(name not in frozen)
+    dropout = _dropout(causal_lm, spec, plan, view, seed)
     schedule = parse_schedule(plan.schedule_text, name=layout.schedule)
     mine = [s for s, r in enumerate(schedule.stage_ranks) if r == view.pp_rank]
     stages = cut_stages(causal_lm, spec, layout.cut_layers, mine, dtype_of(table.wire))
@@ -241,7 +255,12 @@ def apply_plan(
     params: dict[str, nn.Parameter] = {}
     stage_of: dict[str, int] = {}
     axes: list[TensorAxis] = []
-    again_in = Float64Throughout if table.compute == "fp64" else nullcontext
+
+    def again_in() -> AbstractContextManager[Any]:
+        """Return what a recomputed forward needs again; asked for while the first forward runs."""
+        contexts: list[AbstractContextManager[Any]] = [] if dropout is None else [dropout.held()]
+        return nested(*contexts, *([Float64Throughout()] if table.compute == "fp64" else []))
+
     for index, stage in stages.items():
         stage.forward_context = lambda: forward_context(table, view.device.type)
         if layout.loss == "chunked":
@@ -278,11 +297,22 @@ def apply_plan(
         tied_weight=None if pair is not None else _tied_weight(spec, view, params),
         tensor=joined(axes) if axes else None,
         tied_pair=pair,
+        dropout=dropout,
         on_action=on_action,
     )
     if layout.pp > 1:
         model.pipeline = _pipeline(model, schedule)
     return model
+
+
+def _dropout(causal_lm: nn.Module, spec: ModelSpec, plan: Plan, view: MeshView, seed: int) -> Dropout | None:
+    """Give a whole model masks that do not depend on the layout, where it has dropout."""
+    if not draws_alike(spec):
+        return None
+    dropout = Dropout(seed)
+    place_on_axes(dropout, view, spec.attention.num_heads, plan.batch.seq_len)
+    use_dropout(causal_lm, dropout, attends=drops_probabilities(spec))
+    return dropout
 
 
 def needs_tied_group(plan: Plan, spec: ModelSpec) -> bool:
@@ -373,6 +403,7 @@ def _pipeline(model: ParallelModel, schedule: Schedule) -> Pipeline:
         wire_dtype=wire,
         loss_dtype=loss,
         on_action=model.on_action,
+        before_forward=None if model.dropout is None else model.dropout.micro_batch,
     )
 
 

@@ -127,7 +127,9 @@ class Pipeline:
         wire_dtype: torch.dtype,
         loss_dtype: torch.dtype,
         on_action: Callable[[str], None],
+        before_forward: Callable[[int], None] | None = None,
     ) -> None:
+        self._before_forward = before_forward
         self.schedule = schedule
         self.rank = rank
         self.rows = lower(schedule)
@@ -183,6 +185,8 @@ class Pipeline:
 
         def forward_one_chunk(k: int, *args: Any, **kwargs: Any) -> Any:
             self._note(f"{index}F{k}")
+            if self._before_forward is not None:
+                self._before_forward(k)
             return forward(k, *args, **kwargs)
 
         def backward_one_chunk(k: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:

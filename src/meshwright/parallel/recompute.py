@@ -11,7 +11,7 @@ The states of random numbers and autocast are restored for the second forward; w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,7 @@ def recompute_blocks(blocks: Iterable[nn.Module], mode: str, held: Context = nul
     """Make each block recompute its forward in backward, by ``mode`` "none", "selective" or "full".
 
     Call it before the blocks are sharded or their hooks are set. No parameter name changes. ``held`` makes a context
-    that the recomputed forward needs beside autocast, because the first forward ran in it.
+    that the recomputed forward needs beside autocast, because the first forward ran in it; it is made then.
 
     Communication: none of its own; a block that communicates in its forward does so again.
     """
@@ -85,12 +85,15 @@ def recompute_blocks(blocks: Iterable[nn.Module], mode: str, held: Context = nul
 def _with(contexts: Callable[[], Any], held: Context) -> tuple[Any, Any]:
     """Return the contexts of the first forward and of the recomputed one, the latter inside ``held``."""
     first, again = contexts()
-    return first, _both(held(), again)
+    return first, nested(held(), again)
 
 
 @contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
+def nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    """Return one context of several, entered in order."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 

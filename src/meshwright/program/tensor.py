@@ -16,6 +16,7 @@ from typing import Literal
 from meshwright.layout.batch import Batch
 from meshwright.layout.layout import LOSS_CHUNKS, Layout
 from meshwright.layout.precision import precision_table
+from meshwright.model.randomness import drops_residual
 from meshwright.model.sharding import gradient_sum, tp_shape
 from meshwright.model.spec import BlockSpec, ModelSpec, TensorSpec
 from meshwright.program.step import Collective, CollectiveKind
@@ -100,6 +101,9 @@ def micro_batch_collectives(
         ends_block = i % len(PAIRS) == len(PAIRS) - 1
         if layout.recompute != "none" and ends_block and (inside or steps[i - 1][2]):
             yield from _recomputed(layout, steps[i - 1][0], name, send, hidden, summed)
+            if drops_residual(spec):  # the mask of what the block adds is saved behind its last sum
+                kind = "reduce_scatter" if layout.sp else "all_reduce"
+                yield send(kind, out, f"partial sums out of {name}, recomputed")
         if layout.sp and inside:
             yield send("all_gather", out, f"gradient of the partial sums of {name}")
         if into:

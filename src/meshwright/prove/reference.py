@@ -16,8 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from meshwright.model.randomness import draws_alike, drops_probabilities
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.build import build_model, frozen_names
+from meshwright.parallel.dropout import Dropout, use_dropout
 from meshwright.parallel.precision import Float64Throughout, dtype_of
 
 TokenBatch = tuple[Tensor, Tensor]
@@ -70,7 +72,12 @@ def run_reference(
     fp64 = recipe.precision == "fp64"
     dtype = torch.float64 if fp64 else torch.float32
     model = build_model(recipe.config, seed=recipe.seed, dtype=dtype, weights=weights)
-    model.eval()  # dropout rests during a proof
+    # Without dropout nothing else of a model is drawn at random; with it the masks are those of the layouts.
+    dropout = Dropout(recipe.seed) if draws_alike(spec) else None
+    if dropout is None:
+        model.eval()
+    else:
+        use_dropout(model, dropout, attends=drops_probabilities(spec))
     frozen = frozen_names(spec, recipe.frozen)
     params = dict(model.named_parameters())
     for name, p in params.items():
@@ -84,14 +91,16 @@ def run_reference(
     weight_max: list[dict[str, float]] = []
     Path(folder).mkdir(parents=True, exist_ok=True)
     for k, (inputs_GT, labels_GT) in enumerate(batches):
+        rows_G = torch.arange(inputs_GT.shape[0])
         if recipe.reverse_rows:
-            inputs_GT, labels_GT = inputs_GT.flip(0), labels_GT.flip(0)
+            inputs_GT, labels_GT, rows_G = inputs_GT.flip(0), labels_GT.flip(0), rows_G.flip(0)
         optimizer.zero_grad()
         valid = int((labels_GT != -100).sum())
         loss = 0.0
-        for x_BT, y_BT in zip(
-            inputs_GT.split(recipe.rows_at_once), labels_GT.split(recipe.rows_at_once), strict=True
-        ):
+        parts = (t.split(recipe.rows_at_once) for t in (inputs_GT, labels_GT, rows_G))
+        for x_BT, y_BT, rows_B in zip(*parts, strict=True):
+            if dropout is not None:
+                dropout.step, dropout.rows_B = k + 1, rows_B
             context = (
                 Float64Throughout()
                 if fp64

@@ -12,10 +12,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from meshwright.layout.ranks import coordinates
 from meshwright.mesh.device_mesh import MeshView
+from meshwright.model.randomness import draws_alike
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.apply import ParallelModel, apply_plan
 from meshwright.program.plan import Plan
@@ -51,7 +53,8 @@ def simulate_tensor_axis(
     for i in range(degree):  # one after another: building draws from the process's random numbers
         view = MeshView(plan.layout, i, coordinates(plan.layout, i), None, {"tp": groups[i]})
         models.append(apply_plan(plan, spec, view, seed=seed))
-        models[-1].module.eval()
+        if not draws_alike(spec):
+            models[-1].module.eval()
     found: list[dict[str, TensorDiff]] = [{} for _ in range(degree)]
     losses = [0.0] * degree
     ids_GT, labels_GT = batch
@@ -62,6 +65,7 @@ def simulate_tensor_axis(
     def shard(i: int) -> None:
         model = models[i]
         model.zero_grad()
+        model.begin_step(1, torch.arange(plan.batch.global_batch).view(shape[:2]))
         loss = model.forward_backward(ids_GT.view(shape), labels_GT.view(shape), 1.0 / valid)
         model.finish_gradients()
         if fault is not None:

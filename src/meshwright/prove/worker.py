@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshwright.base.axes import TIED
 from meshwright.mesh.device_mesh import build_mesh
+from meshwright.model.randomness import draws_alike
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.apply import ParallelModel, apply_plan, needs_tied_group
 from meshwright.parallel.placement import check_placement
@@ -79,7 +80,8 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof
         weights=task.weights,
         on_action=lambda action: at(action=action),
     )
-    model.module.eval()  # dropout rests during a proof
+    if not draws_alike(spec):
+        model.module.eval()
     placement = check_placement(spec, view, model.params, model.stage_of)
     optimizer = build_optimizer(model.trainable(), model.decays, task.optimizer)
     scale = loss_scale_for(plan.layout.precision)

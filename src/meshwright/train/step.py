@@ -22,6 +22,7 @@ from torch import Tensor
 from meshwright.base.axes import WORLD
 from meshwright.parallel.apply import ParallelModel
 from meshwright.parallel.loss import IGNORE
+from meshwright.train.data import rank_rows
 from meshwright.train.optim import Rate, set_rate
 from meshwright.train.scale import LossScale
 
@@ -95,6 +96,11 @@ def train_step(
             loss_scale=scale.value,
         )
 
+    batch = model.plan.batch
+    rows_AB = rank_rows(
+        batch.global_batch, batch.micro_batch, batch.accumulation, batch.dp, model.view.dp_rank
+    )
+    model.begin_step(step, torch.from_numpy(rows_AB))
     loss_sum = model.forward_backward(inputs_ABT, labels_ABT, scale.value / valid)
     marks.append(time.perf_counter())
     model.finish_gradients()

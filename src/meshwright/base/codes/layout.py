@@ -279,11 +279,10 @@ data parallelism and ZeRO.""",
         title="The tensor axis cannot cut this model yet",
         kind="code",
         why="a family's modules must be known to be cut over tp",
-        needs="a family that is built, no dropout, and vocabulary rows for every rank; or tp=1",
+        needs="a family that is built, and vocabulary rows for every rank; or tp=1",
         do="tp=1 with dp, zero or pp",
         page="""Cut over tp now: llama, mistral, qwen2, qwen3, gpt2, mixtral, qwen3_moe (each expert is cut like a
 feed-forward); not other families' fused matrices, nor a load-balancing term of the routers in the loss.
-With dropout, ranks would draw the same masks for different heads, which is not what one device computes.
 Vocabulary rows are cut ceil(rows / tp) to a rank; a vocabulary so small that the last rank gets none is refused.
 Other models run with data parallelism, ZeRO and, by family, pipelines.""",
     ),
@@ -318,6 +317,17 @@ tokens at a time. With tp=1 one rank has all columns, and there is nothing to su
         page="""ZB-H1, ZB-V and DualPipeV run a backward in two halves: first the gradients that the previous stage waits
 for, later those of the weights. A recomputed activation would have to be kept from the first half to the second, which
 gives the memory back, or be recomputed twice, which costs a forward more than the bubble it saves.""",
+    ),
+    CodeInfo(
+        code="W207",
+        title="Random numbers of this model depend on the layout",
+        kind="math",
+        why="the model draws them from each process's own generator, so another layout draws others",
+        needs="dropout by modules or by attention functions (gpt2, llama and most families), without router jitter",
+        do="set them to 0 in the model's config where runs of different layouts must agree",
+        page="""Initial weights, and the dropout masks of most families, are the same in every layout and world size.
+Families that call dropout as a function (OPT, BLOOM) and the jitter of a router draw from torch's own generator:
+each run is valid, but two layouts are then two different runs. A proof lets them rest.""",
     ),
     CodeInfo(
         code="W201",
