@@ -1,7 +1,7 @@
 """The one fixed order in which a plan becomes a running model on one rank.
 
-build -> freeze -> cut the stages -> cut by the tensor axis -> move -> recompute -> data parallel (replicate or ZeRO)
--> pipeline -> tied pair.
+build -> freeze -> attention over the context axis -> cut the stages -> cut by the tensor axis -> move -> recompute
+-> data parallel (replicate or ZeRO) -> pipeline -> tied pair.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.base.axes import TIED
 from meshwright.base.errors import MeshwrightError, problem
+from meshwright.layout.context import local_length
 from meshwright.layout.precision import PrecisionTable, precision_table
 from meshwright.mesh.device_mesh import MeshView
 from meshwright.model.sharding import tp_copies
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.build import build_model, frozen_names
-from meshwright.parallel.loss import chunked_loss_sum
+from meshwright.parallel.context import ContextAxis, local_batch, use_context
+from meshwright.parallel.loss import IGNORE, chunked_loss_sum
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import Float64Throughout, dtype_of, forward_context
 from meshwright.parallel.recompute import recompute_blocks
@@ -80,6 +82,7 @@ class ParallelModel:
     decays: frozenset[str]
     tied_weight: nn.Parameter | None = None
     tensor: TensorAxis | None = None
+    context: ContextAxis | None = None
     tied_pair: tuple[nn.Parameter, nn.Parameter] | None = None
     on_action: Callable[[str], None] = field(default=_silent)
     executed: list[str] = field(default_factory=list[str])
@@ -101,13 +104,17 @@ class ParallelModel:
     def forward_backward(self, inputs_ABT: Tensor, labels_ABT: Tensor, scale: float) -> Tensor:
         """Run every micro-batch forward and backward; return the sum of token losses seen by this rank.
 
+        Every rank of a context axis is given whole sequences, and takes its own tokens of them.
+
         Args:
             inputs_ABT: token ids, [accumulation, micro_batch, T].
             labels_ABT: shifted labels, [accumulation, micro_batch, T], -100 where no loss.
             scale: factor on the summed loss, 1 / global valid tokens (times the fp16 loss scale).
 
-        Communication: activations over ``pp``; parameters and gradients over ``dp_*`` as the policy says.
+        Communication: activations over ``pp``; keys and values over ``cp``; parameters and gradients over ``dp_*``
+        as the policy says.
         """
+        inputs_ABT, labels_ABT = local_batch(self.context, inputs_ABT, labels_ABT, IGNORE)
         if self.pipeline is not None:
             sums = self.pipeline.run(inputs_ABT, labels_ABT, scale)
             self.executed = list(self.pipeline.executed)
@@ -201,6 +208,7 @@ class ParallelModel:
     def evaluate(self, inputs_ABT: Tensor, labels_ABT: Tensor) -> Tensor:
         """Return the sum of token losses (float64; 0 on stages without the loss), without gradients."""
         self.module.eval()
+        inputs_ABT, labels_ABT = local_batch(self.context, inputs_ABT, labels_ABT, IGNORE)
         if self.pipeline is not None:
             sums = self.pipeline.evaluate(inputs_ABT, labels_ABT)
         else:
@@ -232,6 +240,7 @@ def apply_plan(
     frozen = frozen_names(spec, plan.frozen)
     for name, p in causal_lm.named_parameters():
         p.requires_grad_(name not in frozen)
+    context = use_context(causal_lm, spec, view, plan.batch.seq_len) if layout.cp > 1 else None
     schedule = parse_schedule(plan.schedule_text, name=layout.schedule)
     mine = [s for s, r in enumerate(schedule.stage_ranks) if r == view.pp_rank]
     stages = cut_stages(causal_lm, spec, layout.cut_layers, mine, dtype_of(table.wire))
@@ -244,6 +253,7 @@ def apply_plan(
     again_in = Float64Throughout if table.compute == "fp64" else nullcontext
     for index, stage in stages.items():
         stage.forward_context = lambda: forward_context(table, view.device.type)
+        stage.position_ids = None if context is None else context.position_ids
         if layout.loss == "chunked":
             halves = any(a.kind is ActionKind.WEIGHT_GRAD for a in schedule.rows[view.pp_rank])
             stage.chunked_loss = partial(chunked_loss_sum, halves=halves)
@@ -277,6 +287,7 @@ def apply_plan(
         decays=decays,
         tied_weight=None if pair is not None else _tied_weight(spec, view, params),
         tensor=joined(axes) if axes else None,
+        context=context,
         tied_pair=pair,
         on_action=on_action,
     )
@@ -302,7 +313,7 @@ def _data_parallel(
     layout = view.layout
     blocks = stage_blocks(module, spec)
     mesh = view.submesh("dp_replicate", "dp_shard")
-    if layout.zero >= 1 and layout.dp_shard > 1:
+    if layout.zero >= 1 and layout.shard > 1:
         assert mesh is not None
         low = table.gather != table.storage
         return shard(
@@ -323,7 +334,8 @@ def _data_parallel(
 
 def _owned(spec: ModelSpec, view: MeshView, params: Mapping[str, Any]) -> frozenset[str]:
     """Return the names whose local elements this rank counts: the first copy only, and a tied copy nowhere."""
-    if view.coords["dp_replicate"] != 0:
+    copy_of_context = view.layout.zero == 0 and view.coords["cp"] != 0
+    if view.coords["dp_replicate"] != 0 or copy_of_context:
         return frozenset()
     degree, at = view.layout.tp, view.coords["tp"]
     copies = {
@@ -368,7 +380,7 @@ def _pipeline(model: ParallelModel, schedule: Schedule) -> Pipeline:
         group=view.groups["pp"],
         device=view.device,
         micro_batch=plan.batch.micro_batch,
-        seq_len=plan.batch.seq_len,
+        seq_len=local_length(plan.layout, plan.batch.seq_len),
         hidden_size=model.spec.hidden_size,
         wire_dtype=wire,
         loss_dtype=loss,
