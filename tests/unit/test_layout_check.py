@@ -166,7 +166,7 @@ def test_h175_what_is_not_built_is_refused_and_named() -> None:
     assert sorted(p.where for p in problems) == sorted(
         f"layout.{k}" for k in ("tp", "cp", "ep", "recompute", "offload", "compile", "pp")
     )
-    assert {p.code for p in problems} == {"E250", "E251", "E252", "E253", "E256"}
+    assert {p.code for p in problems} == {"E250", "E251", "E252", "E253", "E256", "E260"}
     assert "offload=none" in "\n".join(p.needs for p in problems)
 
 

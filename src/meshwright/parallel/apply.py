@@ -44,9 +44,25 @@ def _multiply(tensors: list[Tensor], factor: float) -> None:
     torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _norms(tensors: list[Tensor]) -> Tensor:
-    """Return the norm of each tensor (one call for all of them); summing them up is left to float64."""
-    return torch.stack(torch._foreach_norm(tensors))  # pyright: ignore[reportPrivateImportUsage]
+NORM_ROW = 1024
+"""Elements whose squares are summed in the gradients' own dtype: a CPU sums one by one, which a float32 sum of
+8,000,000 squares pays with 2e-4 of its value; rows of this length are as fast and right to about 1e-8."""
+
+
+def _square_sum(tensors: list[Tensor]) -> Tensor:
+    """Return the sum of squares of all elements, float64: norms of rows in their own dtype, their sum in float64."""
+    rows: list[Tensor] = []
+    rest: list[Tensor] = []
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        whole = flat.numel() // NORM_ROW * NORM_ROW
+        if whole:
+            rows.append(torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1))
+        if whole < flat.numel():
+            rest.append(flat[whole:])
+    if rest:
+        rows.append(torch.stack(torch._foreach_norm(rest)))  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack([r.to(torch.float64).square().sum() for r in rows]).sum()
 
 
 def _silent(_: str) -> None:
@@ -196,7 +212,7 @@ class ParallelModel:
         grads = [g for g in grads if g.numel()]
         if not grads:
             return torch.zeros((), dtype=torch.float64, device=self.view.device)
-        return _norms(grads).to(torch.float64).square().sum()
+        return _square_sum(grads)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient of this rank by ``factor`` in place."""
