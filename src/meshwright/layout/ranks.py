@@ -76,6 +76,13 @@ def group(layout: Layout, rank: int, axis: str) -> tuple[int, ...]:
     return _plane(layout, rank, axes)
 
 
+def summed_over(layout: Layout, axis: str) -> str:
+    """Return the group that a collective on ``axis`` runs over: the data axes of the ledger take cp in."""
+    if layout.cp > 1 and axis == "dp_shard":
+        return SHARD
+    return DATA if layout.cp > 1 and layout.zero == 0 and axis == "dp_replicate" else axis
+
+
 def groups(layout: Layout, axis: str) -> tuple[tuple[int, ...], ...]:
     """Return every group of ``axis``, each once, ordered by first rank; the groups cut the world apart."""
     seen: dict[tuple[int, ...], None] = {}
