@@ -10,7 +10,14 @@ RING, ULYSSES = "ring", "ulysses"
 
 
 def _cut(
-    rank: int, world: int, style: str, length: int, heads: int, kv: int, rule: tuple[bool, int | None], docs: bool
+    rank: int,
+    world: int,
+    style: str,
+    length: int,
+    heads: int,
+    kv: int,
+    rule: tuple[bool, int | None],
+    docs: bool,
 ) -> dict[str, float]:
     """Return the largest differences of this rank's part from one device's plain softmax."""
     import torch

@@ -118,7 +118,13 @@ def test_two_axes(pool: Any, layout: str) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    ["cp=2,pp=2,dp=2,zero=2", "cp=2,pp=2,dp=2", "cp=2,pp=2,dp=2,zero=3", "cp=2,tp=2,dp=2,zero=3", "cp=2,tp=2,pp=2"],
+    [
+        "cp=2,pp=2,dp=2,zero=2",
+        "cp=2,pp=2,dp=2",
+        "cp=2,pp=2,dp=2,zero=3",
+        "cp=2,tp=2,dp=2,zero=3",
+        "cp=2,tp=2,pp=2",
+    ],
 )
 def test_three_axes(pool: Any, layout: str) -> None:
     result = proven(pool, layout, config=QWEN3)
@@ -167,8 +173,6 @@ def test_frozen(pool: Any, layout: str, freeze: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_lower_precision(pool: Any, layout: str, precision: str) -> None:
     proven(pool, layout, config=LLAMA, precision=precision)
-
-
 
 
 def test_a_rank_that_counts_its_positions_from_0_is_found(pool: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from meshwright.layout.context import kv_heads_sent, local_length, padded_length
 from meshwright.layout.parse import parse_layout
 from meshwright.parallel import attend as maths
 from meshwright.parallel.attend import Parts, Rule, Tile, attend, positions_of, tiles, visible
+from meshwright.parallel.context import ContextAxis, local_batch
+from meshwright.parallel.loss import IGNORE
+from meshwright.parallel.ring import ring_attention, ring_of
 
 CPU = torch.device("cpu")
 
@@ -117,7 +121,8 @@ def test_plain_and_fused_kernels_agree(kv: int, causal: bool, monkeypatch: pytes
     q, k, v, g = (torch.randn(2, h, 7, 8, dtype=torch.float64) for h in (4, kv, kv, 4))
     out, lse = attend(q, k, v, 0.3, causal, None)
     other, other_lse = maths.plain(q, k, v, 0.3, causal, None)
-    assert torch.allclose(out, other, atol=1e-12) and torch.allclose(lse, other_lse, atol=1e-12)
+    assert torch.allclose(out, other, atol=1e-12)
+    assert torch.allclose(lse, other_lse, atol=1e-12)
     fused = maths.attend_backward(g, q, k, v, out, lse, 0.3, causal, None)
     plain = maths.plain_backward(g, q, k, v, out, lse, 0.3, causal, None)
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(fused, plain, strict=True))
@@ -127,7 +132,8 @@ def test_a_query_that_sees_nothing_has_output_and_gradient_zero() -> None:
     q, k, v, g = (torch.randn(1, 2, 3, 4, dtype=torch.float64) for _ in range(4))
     seen = torch.tensor([[False] * 3, [True, False, False], [True] * 3])[None, None]
     out, lse = attend(q, k, v, 0.5, False, seen)
-    assert out[:, :, 0].abs().max() == 0 and bool((lse[:, :, 0] == -math.inf).all())
+    assert out[:, :, 0].abs().max() == 0
+    assert bool((lse[:, :, 0] == -math.inf).all())
     grads = maths.attend_backward(g, q, k, v, out, lse, 0.5, False, seen)
     assert all(bool(torch.isfinite(x).all()) for x in grads)
     assert grads[0][:, :, 0].abs().max() == 0
@@ -137,7 +143,8 @@ def test_cuda_flash_takes_the_arguments_that_are_given_it() -> None:
     """Shapes only, on tensors without storage: the call itself needs a GPU."""
     q, k, v = (torch.empty(2, h, 16, 64, dtype=torch.bfloat16, device="meta") for h in (4, 2, 2))
     out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=0.1)
-    assert out[0].shape == q.shape and out[1].shape == (2, 4, 16) and out[1].dtype == torch.float32
+    assert (out[0].shape, out[1].shape) == (q.shape, (2, 4, 16))
+    assert out[1].dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -146,7 +153,12 @@ def test_cuda_flash_takes_the_arguments_that_are_given_it() -> None:
         (8, 4, 2, (0, 1, 2, 3)),
         (4, 2, 4, (0, 0, 1, 1)),  # H74: more ranks than key/value heads
         (8, 1, 2, (0, 0)),
-        (12, 3, 2, (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2)),  # a rank's six heads read one head and half of another
+        (
+            12,
+            3,
+            2,
+            (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2),
+        ),  # a rank's six heads read one head and half of another
     ],
 )
 def test_ulysses_sends_each_rank_the_heads_its_queries_read(
@@ -157,3 +169,51 @@ def test_ulysses_sends_each_rank_the_heads_its_queries_read(
     for j in range(cp):
         for i in range(each):
             assert sent[j * kv_each + i // (each // kv_each)] == (j * each + i) // (heads // kv)
+
+
+def _axis(style: str, cp: int, index: int, seq_len: int) -> ContextAxis:
+    padded = padded_length(parse_layout(f"cp={cp},cp_style={style}"), seq_len)
+    held = tuple(runs(style, cp, i, padded) for i in range(cp))
+    positions = positions_of(held[index], CPU)
+    group: Any = None
+    return ContextAxis(
+        group=group,
+        style=style,
+        runs=held,
+        seq_len=seq_len,
+        padded=padded,
+        positions=positions,
+        position_ids=positions.clamp(max=seq_len - 1)[None],
+    )
+
+
+def test_h68_labels_are_shifted_before_the_cut() -> None:
+    ids, labels = torch.arange(1, 9)[None, None], torch.tensor([2, 3, 4, 5, 6, 7, 8, IGNORE])[None, None]
+    inputs, mine = local_batch(_axis("ring", 2, 0, 8), ids, labels, IGNORE)
+    assert inputs.tolist() == [[[1, 2, 7, 8]]]
+    assert mine.tolist() == [[[2, 3, 8, IGNORE]]]
+    parts = [local_batch(_axis("ring", 2, i, 8), ids, labels, IGNORE)[1] for i in range(2)]
+    assert sum(int((p != IGNORE).sum()) for p in parts) == 7
+
+
+def test_h71_padding_has_no_label_and_a_position_that_exists() -> None:
+    ids, labels = torch.arange(1, 8)[None, None], torch.tensor([2, 3, 4, 5, 6, 7, IGNORE])[None, None]
+    axes = [_axis("ring", 2, i, 7) for i in range(2)]
+    parts = [local_batch(axis, ids, labels, IGNORE)[1] for axis in axes]
+    assert sum(int((p != IGNORE).sum()) for p in parts) == 6
+    assert axes[0].positions.tolist() == [0, 1, 6, 7]
+    assert axes[0].position_ids.tolist() == [[0, 1, 6, 6]]
+
+
+def test_h75_a_document_is_blind_to_the_one_before_it() -> None:
+    q, k, v = (torch.randn(1, 2, 8, 4, dtype=torch.float64) for _ in range(3))
+    documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
+
+    def out(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return ring_attention(q, key, value, ring_of(None, [((0, 8),)], Rule(), 0.5, documents))
+
+    other_k, other_v = k.clone(), v.clone()
+    other_k[:, :, 2] += 1
+    other_v[:, :, 2] -= 3
+    assert torch.equal(out(k, v)[:, :, 4:], out(other_k, other_v)[:, :, 4:])
+    assert not torch.equal(out(k, v)[:, :, :4], out(other_k, other_v)[:, :, :4])

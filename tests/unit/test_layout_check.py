@@ -80,7 +80,12 @@ CASES = [
     ("cp=4,dp=1", {"seq": 60}, "W260", ("60", "8 pieces", "56 | 64", "6.2 %")),
     ("cp=4,cp_style=ulysses", {"seq": 62}, "W260", ("4 pieces", "60 | 64")),
     ("cp=2", {"spec": replace(llama(), dropout=0.1), "for_run": True}, "E260", ("dropout 0.1",)),
-    ("cp=2", {"spec": replace(llama(), family="gemma2"), "for_run": True}, "E260", ("gemma2", "one of llama")),
+    (
+        "cp=2",
+        {"spec": replace(llama(), family="gemma2"), "for_run": True},
+        "E260",
+        ("gemma2", "one of llama"),
+    ),
     ("cp=8,cp_style=ulysses", {}, "E207", ("12 query heads", "cp = 6 | 4 | 12")),
     ("dp=4,ep=3", {"spec": mixtral()}, "E208", ("4 * 1 = 4", "ep = 2 | 4")),
     ("dp=16,ep=16", {"spec": mixtral()}, "E209", ("8 experts", "ep = 8")),

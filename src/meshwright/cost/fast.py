@@ -30,8 +30,8 @@ from meshwright.cost.pieces import (
     unit_size,
     work_key,
 )
-from meshwright.layout.context import local_length
 from meshwright.layout.batch import Batch
+from meshwright.layout.context import local_length
 from meshwright.layout.cut import resolve_cut
 from meshwright.layout.layout import LOSS_CHUNKS, Layout
 from meshwright.layout.ranks import group as rank_group
@@ -264,7 +264,9 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
         if layout.pp > 1:
             hop = group_shapes(layout, node)[2]
             wire = 4 if key.autocast else pricer.compute_bytes
-            num_bytes = layout.micro_batch * local_length(layout, pricer.seq_len) * pricer.spec.hidden_size * wire
+            num_bytes = (
+                layout.micro_batch * local_length(layout, pricer.seq_len) * pricer.spec.hidden_size * wire
+            )
             place = (num_bytes, hop.size, hop.nodes, hop.per_node)
             if place not in sends:
                 sends[place] = float(pricer.times.seconds("send", float(num_bytes), hop))

@@ -39,6 +39,8 @@ def context_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
         do = f"cp = 1,dp = {layout.dp * cp}"
         reasons.append((f'cp = {cp} with "{spec.name}" of family {spec.family}', families, do))
     if spec.dropout:
-        what = f"dropout {spec.dropout:g} with cp = {cp}: masks would repeat over the tokens of different ranks"
+        what = (
+            f"dropout {spec.dropout:g} with cp = {cp}: masks would repeat over the tokens of different ranks"
+        )
         reasons.append((what, "dropout 0, or cp = 1", "dropout = 0"))
     return [problem("E260", where="layout.cp", found=f, needs=n, do=d) for f, n, d in reasons]

@@ -61,7 +61,8 @@ def group(layout: Layout, rank: int, axis: str) -> tuple[int, ...]:
     """Return the ranks of ``rank``'s group on ``axis``, in the order of their coordinate.
 
     ``axis``: a mesh axis; "dp" (dp_replicate x dp_shard); "shard" (dp_shard x cp, over which ZeRO shards); "data"
-    (dp x cp); "ep" (borrowed from dp x cp, its innermost part); "world"; "tied" (first and last stage, empty for other stages).
+    (dp x cp); "ep" (borrowed from dp x cp, its innermost part); "world"; "tied" (first and last stage, empty for
+    other stages).
     """
     if axis == WORLD:
         return tuple(range(layout.world_size))

@@ -76,9 +76,7 @@ def tiles(q_runs: Sequence[Run], k_runs: Sequence[Run], rule: Rule, documents: b
     return tuple(found)
 
 
-def _kind(
-    q: Run, k: Run, rule: Rule, documents: bool
-) -> Literal["full", "causal", "masked"] | None:
+def _kind(q: Run, k: Run, rule: Rule, documents: bool) -> Literal["full", "causal", "masked"] | None:
     nearest, farthest = q[0] - (k[0] + k[1] - 1), q[0] + q[1] - 1 - k[0]  # smallest and largest query - key
     if rule.causal and farthest < 0:
         return None
@@ -282,12 +280,19 @@ class Parts:
 
     def __init__(self, like_BHQE: Tensor, out_size: int) -> None:
         b, h, q, _ = like_BHQE.shape
-        full = torch.promote_types(like_BHQE.dtype, torch.float32)
-        self.out_BHQE = torch.zeros(b, h, q, out_size, dtype=full, device=like_BHQE.device)
-        self.lse_BHQ = torch.full((b, h, q), -math.inf, dtype=full, device=like_BHQE.device)
+        self.shape = (b, h, q, out_size)
+        self.dtype = torch.promote_types(like_BHQE.dtype, torch.float32)
+        self._seen = False
 
     def add(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
-        """Add what the tile's queries saw in it."""
+        """Add what the tile's queries saw in it; ``out`` and ``lse`` may be kept."""
+        if not self._seen:
+            self._seen = True
+            if (tile.q0, tile.q1) == (0, self.shape[2]):
+                self.out_BHQE, self.lse_BHQ = out.to(self.dtype), lse.to(self.dtype)
+                return
+            self.out_BHQE = out.new_zeros(self.shape, dtype=self.dtype)
+            self.lse_BHQ = out.new_full(self.shape[:3], -math.inf, dtype=self.dtype)
         rows = slice(tile.q0, tile.q1)
         before = self.lse_BHQ[:, :, rows]
         joined = torch.logaddexp(before, lse.to(before.dtype))

@@ -99,7 +99,9 @@ def use_context(causal_lm: nn.Module, spec: ModelSpec, view: MeshView, seq_len: 
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise MeshwrightError(
-            problem("E262", where="model", found=f"{type(causal_lm).__name__} does not take another attention")
+            problem(
+                "E262", where="model", found=f"{type(causal_lm).__name__} does not take another attention"
+            )
         )
     prefix = f"{spec.paths.blocks}."
     for tensor in spec.tensors():
@@ -175,4 +177,3 @@ def local_batch(
     if axis is None:
         return inputs_ABT, labels_ABT
     return axis.part(inputs_ABT, 0), axis.part(labels_ABT, ignore)
-

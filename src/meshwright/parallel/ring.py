@@ -16,7 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.layout.context import Run
-from meshwright.parallel.attend import Parts, Rule, Tile, attend, attend_backward, positions_of, tiles, visible
+from meshwright.parallel.attend import (
+    Parts,
+    Rule,
+    Tile,
+    attend,
+    attend_backward,
+    positions_of,
+    tiles,
+    visible,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +65,11 @@ class Ring:
         k_at = positions_of(self.runs[source], device)[tile.k0 : tile.k1]
         docs = self.documents_BT
         return visible(
-            q_at, k_at, self.rule, None if docs is None else docs[:, q_at], None if docs is None else docs[:, k_at]
+            q_at,
+            k_at,
+            self.rule,
+            None if docs is None else docs[:, q_at],
+            None if docs is None else docs[:, k_at],
         )
 
 
@@ -153,16 +166,15 @@ class _RingAttention(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k.to(k_home.dtype), grad_v.to(v_home.dtype), None
 
 
-def _round(
-    ring: Ring, k_home: Tensor, v_home: Tensor, add: Callable[[int, Tensor, Tensor], None]
-) -> None:
+def _round(ring: Ring, k_home: Tensor, v_home: Tensor, add: Callable[[int, Tensor, Tensor], None]) -> None:
     """Call ``add`` with the keys and values of every coordinate, this rank's first, while the next are on their way."""
     k, v = k_home, v_home
     message = pack(k, v) if ring.size > 1 else None
     for step in range(ring.size):
         coming = None
         if step + 1 < ring.size:
-            assert message is not None and ring.group is not None
+            assert message is not None
+            assert ring.group is not None
             coming = Rotation(message, ring.group, tag=0)
         add((ring.index - step) % ring.size, k, v)
         if coming is not None:
@@ -188,6 +200,4 @@ def ring_of(
 ) -> Ring:
     """Return the ring of ``group``; ``runs`` of each of its coordinates."""
     index = 0 if group is None else group.rank()
-    return Ring(
-        group=group, index=index, runs=tuple(runs), rule=rule, scale=scale, documents_BT=documents_BT
-    )
+    return Ring(group=group, index=index, runs=tuple(runs), rule=rule, scale=scale, documents_BT=documents_BT)

@@ -150,9 +150,7 @@ class _Deriver:
 
     def _context(self, stage: int, k: int | None, phase: Literal["forward", "backward"]) -> Iterator[Op]:
         at = coordinates(self.layout, self.rank)["cp"]
-        yield from attention_collectives(
-            self.spec, self.layout, self.batch, stage, k, at, self.frozen, phase
-        )
+        yield from attention_collectives(self.spec, self.layout, self.batch, stage, k, at, self.frozen, phase)
 
     def _gathers(self, stage: int, k: int | None, phase: str) -> Iterator[Op]:
         if self.shards == 1:

@@ -90,7 +90,9 @@ def _degrees(spec: ModelSpec, space: Space) -> Iterator[tuple[int, int, int]]:
         for pp in _pinned(pins, "pp", _axis(space, "pp", divisors(gpus // tp))):
             if gpus // tp % pp or (pp > spec.num_layers and "pp" not in pins):
                 continue
-            degrees = [d for d in divisors(gpus // tp // pp) if d == 1 or space.seq_len >= d * LEAST_POSITIONS]
+            degrees = [
+                d for d in divisors(gpus // tp // pp) if d == 1 or space.seq_len >= d * LEAST_POSITIONS
+            ]
             for cp in _pinned(pins, "cp", _axis(space, "cp", degrees)):
                 if gpus // tp // pp % cp == 0:
                     yield tp, pp, cp

@@ -55,8 +55,8 @@ over more ranks, use cp.""",
         why="sp shards the sequence in tp equal parts between the matrices",
         needs="seq_len % tp == 0",
         do="choose a seq_len that tp divides, or sp=off",
-        page="""With sp=on each tp rank holds seq_len / (cp * tp) positions of the norms and residuals. With cp above 1 the
-sequence is padded for both axes (W260).""",
+        page="""With sp=on each tp rank holds seq_len / (cp * tp) positions of the norms and residuals. With cp above 1
+the sequence is padded for both axes (W260).""",
     ),
     CodeInfo(
         code="E207",
@@ -317,8 +317,8 @@ gives the memory back, or be recomputed twice, which costs a forward more than t
         why="a family's attention must be known to do nothing that an attention over ranks leaves out",
         needs="a family that is built and no dropout, or cp=1",
         do="cp=1 with dp, zero or pp",
-        page="""Cut over cp now: llama, mistral, qwen2, qwen3, gpt2, mixtral, qwen3_moe, phi3, with causal masks and sliding
-windows. Other families cap their scores, add biases by distance or mask in other ways. With dropout, ranks would
+        page="""Cut over cp now: llama, mistral, qwen2, qwen3, gpt2, mixtral, qwen3_moe, phi3, with causal masks and
+sliding windows. Other families cap their scores, add biases by distance or mask in other ways. With dropout, ranks would
 draw the same masks for different tokens, which is not what one device computes.""",
     ),
     CodeInfo(
