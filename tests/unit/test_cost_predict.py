@@ -118,7 +118,7 @@ def test_estimate_of_the_illegal_and_the_unbuilt():
     assert not wrong["legal"]
     assert wrong["predicted"] is None
     assert wrong["problems"][0]["code"] == "E220"
-    later = estimate(LLAMA, parse_layout("dp=2,zero=1,cp=4"), cluster, 2048, 64)
+    later = estimate(LLAMA, parse_layout("dp=2,zero=1,cp=4,compile=blocks"), cluster, 2048, 64)
     assert not later["legal"]
     assert later["predicted"]["time_s"]["context"] > 0
     assert {p["kind"] for p in later["problems"]} == {"code"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,8 +77,15 @@ CASES = [
     ("tp=3", {}, "E203", ("width 256", "tp = 2 | 4 | 1")),
     ("sp=on", {}, "E204", ("tp = 1",)),
     ("tp=4", {"seq": 66}, "E205", ("66", "64 | 68")),
-    ("cp=4,dp=1", {"seq": 60}, "E206", ("60", "8 pieces", "56 | 64")),
-    ("cp=4,cp_style=ulysses", {"seq": 62}, "E206", ("4 pieces", "60 | 64")),
+    ("cp=4,dp=1", {"seq": 60}, "W260", ("60", "8 pieces", "56 | 64", "6.2 %")),
+    ("cp=4,cp_style=ulysses", {"seq": 62}, "W260", ("4 pieces", "60 | 64")),
+    ("cp=2", {"spec": replace(llama(), dropout=0.1), "for_run": True}, "E260", ("dropout 0.1",)),
+    (
+        "cp=2",
+        {"spec": replace(llama(), family="gemma2"), "for_run": True},
+        "E260",
+        ("gemma2", "one of llama"),
+    ),
     ("cp=8,cp_style=ulysses", {}, "E207", ("12 query heads", "cp = 6 | 4 | 12")),
     ("dp=4,ep=3", {"spec": mixtral()}, "E208", ("4 * 1 = 4", "ep = 2 | 4")),
     ("dp=16,ep=16", {"spec": mixtral()}, "E209", ("8 experts", "ep = 8")),
@@ -163,7 +171,7 @@ def test_h175_what_is_not_built_is_refused_and_named() -> None:
     assert sorted(p.where for p in problems) == sorted(
         f"layout.{k}" for k in ("tp", "cp", "ep", "recompute", "offload", "compile", "pp")
     )
-    assert {p.code for p in problems} == {"E250", "E251", "E252", "E253", "E256"}
+    assert {p.code for p in problems} == {"E250", "E251", "E252", "E253", "E256", "E260"}
     assert "offload=none" in "\n".join(p.needs for p in problems)
 
 
@@ -233,6 +241,7 @@ def test_every_layout_code_is_triggered_somewhere() -> None:
         "E254",
         "E255",
         "E256",
+        "E262",
         "W206",
         "W207",
     }

@@ -101,7 +101,13 @@ def test_coordinates_and_groups_take_the_world_apart(layout: Layout) -> None:
     seen = {tuple(sorted(coordinates(layout, r).items())) for r in world}
     assert len(seen) == layout.world_size
     assert all(rank_of(layout, coordinates(layout, r)) == r for r in world)
-    sizes = {**mesh_shape(layout), "dp": layout.dp, "ep": layout.ep, "world": layout.world_size}
+    sizes = {
+        **mesh_shape(layout),
+        "dp": layout.dp,
+        "data": layout.dp * layout.cp,
+        "ep": layout.ep,
+        "world": layout.world_size,
+    }
     if layout.zero:
         sizes["shard"] = layout.shard
     for axis, size in sizes.items():

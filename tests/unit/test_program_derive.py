@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.base.errors import MeshwrightError
+from meshwright.layout import built
 from meshwright.layout.parse import parse_layout
 from meshwright.layout.ranks import coordinates, group
 from meshwright.model.counts import flops_per_token
@@ -175,8 +176,9 @@ def test_flops_sum_to_the_model() -> None:
         assert total == pytest.approx(flops_per_token(spec, 16).causal * 4 * 2 * 16)
 
 
-def test_axes_without_described_collectives_are_refused() -> None:
+def test_axes_without_described_collectives_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = llama()
+    monkeypatch.setattr(built, "AXES", frozenset({"dp", "pp"}))
     plan = make_plan(spec, parse_layout("cp=2"), 2, 16, "small", for_run=False)
     with pytest.raises(MeshwrightError, match="E250"):
         of(plan, spec, 0)

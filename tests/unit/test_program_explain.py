@@ -69,6 +69,23 @@ def test_a_rank_of_the_tensor_axis() -> None:
     assert "You have 1/2 of each matrix of the model: all 4 layers" in told("tp=2", 0)
 
 
+@pytest.mark.parametrize("zero", ["0", "2"])
+def test_a_rank_of_the_context_axis(zero: str) -> None:
+    text = told(f"dp=2,zero={zero},cp=2,precision=fp32", 3)
+    for part in (
+        "context group: ranks 2, 3.",
+        "of 64 tokens, of which you hold positions 16-31 and 32-47 of 64",
+        "pass keys and values on to rank 2 and receive others from rank 2 (ring, cp)",
+        "pass keys and values and their gradients on to rank 2",
+        "within the context group",
+    ):
+        assert part in text
+    assert ("shard group: ranks 0, 1, 2, 3." in text) == (zero == "2")
+    assert ("replicas: ranks 0, 1, 2, 3." in text) == (zero == "0")
+    assert "gradients of 5 units, one by one, over all ranks" in text
+    assert "all-to-all, cp" in told("cp=2,cp_style=ulysses", 0)
+
+
 def test_bytes_of_each_state() -> None:
     spec = llama()
     n = spec.num_parameters

@@ -11,6 +11,7 @@ from meshwright.cluster.load import read_cluster
 from meshwright.cluster.spec import Figure
 from meshwright.cost.estimate import item
 from meshwright.cost.predict import fits
+from meshwright.layout import built
 from meshwright.layout.check import check
 from meshwright.model.read_hf import read_model
 from meshwright.search.search import SearchResult, search
@@ -63,7 +64,8 @@ def test_fix_pins_keys():
     assert {(p.layout.pp, p.layout.micro_batch, p.layout.schedule) for p in every} == {(2, 1, "gpipe")}
 
 
-def test_what_cannot_run_is_priced_only_when_asked():
+def test_what_cannot_run_is_priced_only_when_asked(monkeypatch):
+    monkeypatch.setattr(built, "AXES", frozenset({"dp", "pp", "tp"}))
     plain = search(LLAMA, A100, 2048, 64, top=50)
     more = search(LLAMA, A100, 2048, 64, top=50, include_unbuilt=True)
     assert {p.layout.cp for p in plain.plans} == {1}
@@ -71,6 +73,13 @@ def test_what_cannot_run_is_priced_only_when_asked():
     assert more.plans[0].prediction is not None
     assert plain.plans[0].prediction is not None
     assert more.plans[0].prediction.step_time_s <= plain.plans[0].prediction.step_time_s * 1.0001
+
+
+def test_a_context_axis_is_tried_where_sequences_are_long():
+    short = search(LLAMA, A100, 1024, 64, top=50)
+    assert {p.layout.cp for p in short.plans} == {1}
+    long = search(LLAMA, A100, 16384, 8, top=50)
+    assert {p.layout.cp for p in long.plans} > {1}
 
 
 def change(found: SearchResult) -> str:
@@ -83,12 +92,12 @@ def change(found: SearchResult) -> str:
 def test_nothing_fits_names_the_change():
     big = read_model("llama-2-70b")
     many = read_cluster("a100-80gb-x8", 64)
-    kept = search(big, many, 4096, 1024, fix="recompute=none,loss=eager,tp=1")
+    kept = search(big, many, 4096, 1024, fix="recompute=none,loss=eager,tp=1,cp=1")
     assert "recompute=full" in change(kept)
     found = search(big, many, 4096, 1024)
     assert {p.layout.recompute for p in found.plans} & {"full", "selective"}
     assert "GPUs" in change(
-        search(read_model("llama-2-13b"), read_cluster("v100-32gb-x8"), 2048, 64, fix="tp=1")
+        search(read_model("llama-2-13b"), read_cluster("v100-32gb-x8"), 2048, 64, fix="tp=1,cp=1")
     )
     assert "zero=3" in change(
         search(LLAMA, A100, 2048, 64, fix="dp=8,zero=2,micro_batch=1,recompute=none,loss=eager,tp=1")
@@ -109,13 +118,14 @@ def codes(**request: object) -> list[str]:
     return [p.code for p in error.value.problems]
 
 
-def test_requests_that_cannot_be():
+def test_requests_that_cannot_be(monkeypatch):
     assert codes(seq_len=0) == ["E410"]
     assert codes(global_batch=-1, top=0) == ["E410", "E410"]
     assert codes(objective="speed") == ["E410"]
     assert codes(objective="cost") == ["E410"]
     assert codes(fix="tpp=2") == ["E111"]
     assert "E409" in codes(fix="dp=3")
+    monkeypatch.setattr(built, "AXES", frozenset({"dp", "pp"}))
     assert {"E409", "E250"} <= set(codes(fix="cp=2"))
 
 

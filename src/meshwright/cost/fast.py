@@ -31,6 +31,7 @@ from meshwright.cost.pieces import (
     work_key,
 )
 from meshwright.layout.batch import Batch
+from meshwright.layout.context import local_length
 from meshwright.layout.cut import resolve_cut
 from meshwright.layout.layout import LOSS_CHUNKS, Layout
 from meshwright.layout.ranks import group as rank_group
@@ -160,7 +161,7 @@ def group_shapes(layout: Layout, gpus_per_node: int) -> tuple[GroupShape, GroupS
         shards = strided_shape(inner, layout.tp, gpus_per_node)
         copies = strided_shape(layout.dp_replicate if stage else 1, step["dp_replicate"], gpus_per_node)
     else:
-        shards = shape_of(rank_group(layout, 0, "shard" if stage else "dp"), gpus_per_node)
+        shards = shape_of(rank_group(layout, 0, "shard" if stage else "data"), gpus_per_node)
         copies = shape_of(rank_group(layout, 0, "dp_replicate") if stage else (0,), gpus_per_node)
     return shards, copies, strided_shape(2, step["pp"], gpus_per_node)
 
@@ -263,7 +264,9 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
         if layout.pp > 1:
             hop = group_shapes(layout, node)[2]
             wire = 4 if key.autocast else pricer.compute_bytes
-            num_bytes = layout.micro_batch * pricer.seq_len // layout.cp * pricer.spec.hidden_size * wire
+            num_bytes = (
+                layout.micro_batch * local_length(layout, pricer.seq_len) * pricer.spec.hidden_size * wire
+            )
             place = (num_bytes, hop.size, hop.nodes, hop.per_node)
             if place not in sends:
                 sends[place] = float(pricer.times.seconds("send", float(num_bytes), hop))

@@ -14,6 +14,7 @@ from math import ceil, prod
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.collective import CollectiveTimes, GroupShape, collective_times, strided_shape
 from meshwright.cost.rates import DeviceRates, attention_flops, device_rates
+from meshwright.layout.context import kv_heads_sent
 from meshwright.layout.layout import LOSS_CHUNKS, Layout
 from meshwright.model.activations import always_unfused, saved_activations, saved_final_bytes
 from meshwright.model.sharding import rule, tp_local_shape
@@ -64,6 +65,7 @@ class WorkKey:
     tp: int
     sp: bool
     cp: int
+    cp_style: str
     ep: int
     micro_batch: int
     recompute: str
@@ -76,6 +78,7 @@ def work_key(layout: Layout) -> WorkKey:
         layout.tp,
         layout.sp and layout.tp > 1,
         layout.cp,
+        layout.cp_style if layout.cp > 1 else "",
         layout.ep,
         layout.micro_batch,
         layout.recompute,
@@ -424,16 +427,32 @@ class Pricer:
         return float(forward), float(backward)
 
     def _context(self, key: WorkKey, forward: float, backward: float) -> float:
-        """Return exposed seconds of the ring exchange of keys and values, one hop hidden behind each chunk."""
+        """Return exposed seconds of attention's exchange.
+
+        Ring: keys and values forward and backward, their gradients backward, each hop hidden behind one part's
+        compute. Ulysses: two all-to-alls forward and two backward, nothing to hide them behind. A recomputed block
+        exchanges once more forward.
+        """
         if key.cp < 2:
             return 0.0
         shape = strided_shape(key.cp, key.tp, self.cluster.gpus_per_node)
-        kv = 2.0 * key.micro_batch * self.seq_len / key.cp * max(1.0, self.spec.num_kv_heads / key.tp)
-        hop = float(self.times.seconds("send", kv * self.spec.attention.head_dim * self.compute_bytes, shape))
+        tokens = key.micro_batch * self.seq_len / key.cp
+        kv_heads, size = max(1, self.spec.num_kv_heads // key.tp), self.spec.attention.head_dim
+        forwards = 1.0 if key.recompute == "none" else 2.0
+        if key.cp_style == "ulysses":
+            heads = self.spec.num_heads // key.tp
+            sent = 2 * len(kv_heads_sent(heads, kv_heads, key.cp))
+            swaps = (tokens * (heads + sent) * size, tokens * heads * size)
+            once = sum(float(self.times.seconds("all_to_all", n * self.compute_bytes, shape)) for n in swaps)
+            return (forwards + 1.0) * once
+        numel = 2.0 * tokens * kv_heads * size
+        hop = float(self.times.seconds("send", numel * self.compute_bytes, shape))
+        gradients = float(self.times.seconds("send", numel * max(4, self.compute_bytes), shape))
         hops = key.cp - 1
         if not self.rates.overlaps:
-            return 3.0 * hops * hop
-        return hops * (max(0.0, hop - forward / key.cp) + max(0.0, 2.0 * hop - backward / key.cp))
+            return hops * ((forwards + 1.0) * hop + gradients)
+        ahead = max(0.0, hop - forward / key.cp)
+        return hops * (forwards * ahead + max(0.0, hop + gradients - backward / key.cp))
 
     def _expert(self, block: BlockSpec, key: WorkKey, tokens: float) -> float:
         """Return seconds of the four all-to-alls (dispatch and combine, forward and backward)."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-AXES: Final = frozenset({"dp", "pp", "tp"})
+AXES: Final = frozenset({"dp", "pp", "tp", "cp"})
 """Axes whose degree may be above 1."""
 
 OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -35,3 +35,6 @@ PIPELINE_FAMILIES: Final = (
 
 TENSOR_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
 """Model families that the tensor axis can cut."""
+
+CONTEXT_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "phi3")
+"""Model families whose attention the context axis can take over."""

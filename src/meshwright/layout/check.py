@@ -13,6 +13,7 @@ from meshwright.base.units import format_bytes
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.layout import built
 from meshwright.layout.batch import Batch, check_actions
+from meshwright.layout.check_context import context_built, padding
 from meshwright.layout.cut import check_cut
 from meshwright.layout.layout import Layout
 from meshwright.layout.precision import precision_table
@@ -264,25 +265,15 @@ def _sequence(spec: ModelSpec, layout: Layout, seq_len: int) -> list[Problem]:
                 do=f"seq_len = {most} or less",
             )
         )
-    cp, tp = layout.cp, layout.tp
-    pieces = (2 * cp if layout.cp_style == "ring" else cp) if cp > 1 else 1
-    if seq_len % pieces:
-        problems.append(
-            problem(
-                "E206",
-                where="layout.cp",
-                found=f"seq_len = {seq_len} does not split in {pieces} pieces "
-                f"(cp = {cp}, cp_style={layout.cp_style})",
-                do=f"seq_len = {_multiples(seq_len, pieces)}",
-            )
-        )
-    elif layout.sp and tp > 1 and (seq_len // cp) % tp:
+    problems += padding(layout, seq_len)
+    tp = layout.tp
+    if layout.cp == 1 and layout.sp and tp > 1 and seq_len % tp:
         problems.append(
             problem(
                 "E205",
                 where="layout.sp",
-                found=f"seq_len / cp = {seq_len // cp} positions do not split over tp = {tp}",
-                do=f"sp=off, or seq_len = {_multiples(seq_len, pieces * tp)}",
+                found=f"seq_len = {seq_len} positions do not split over tp = {tp}",
+                do=f"sp=off, or seq_len = {_multiples(seq_len, tp)}",
             )
         )
     return problems
@@ -434,6 +425,8 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
         )
     if spec is not None and layout.tp > 1:
         problems += _tensor_built(spec, layout)
+    if spec is not None:
+        problems += context_built(spec, layout)
     return problems
 
 

@@ -15,6 +15,9 @@ from meshwright.layout.layout import Layout
 SHARD = "shard"
 """Group name of the ranks that one copy of the ZeRO state is spread over: dp_shard x cp."""
 
+DATA = "data"
+"""Group name of the ranks that hold copies of the same parameters and see other tokens: dp x cp."""
+
 
 def mesh_shape(layout: Layout) -> dict[str, int]:
     """Return the degree of every mesh axis, outermost axis first (the order of ``layout.order``, reversed)."""
@@ -57,8 +60,9 @@ def rank_of(layout: Layout, coords: Mapping[str, int]) -> int:
 def group(layout: Layout, rank: int, axis: str) -> tuple[int, ...]:
     """Return the ranks of ``rank``'s group on ``axis``, in the order of their coordinate.
 
-    ``axis``: a mesh axis; "dp" (dp_replicate x dp_shard); "shard" (dp_shard x cp, over which ZeRO shards); "ep"
-    (borrowed from dp x cp, its innermost part); "world"; "tied" (first and last stage, empty for other stages).
+    ``axis``: a mesh axis; "dp" (dp_replicate x dp_shard); "shard" (dp_shard x cp, over which ZeRO shards); "data"
+    (dp x cp); "ep" (borrowed from dp x cp, its innermost part); "world"; "tied" (first and last stage, empty for
+    other stages).
     """
     if axis == WORLD:
         return tuple(range(layout.world_size))
@@ -68,8 +72,16 @@ def group(layout: Layout, rank: int, axis: str) -> tuple[int, ...]:
         members = _plane(layout, rank, ("dp_replicate", "dp_shard", "cp"))
         at = members.index(rank) // layout.ep * layout.ep
         return members[at : at + layout.ep]
-    axes = {"dp": ("dp_replicate", "dp_shard"), SHARD: ("dp_shard", "cp")}.get(axis, (axis,))
+    data = ("dp_replicate", "dp_shard")
+    axes = {"dp": data, SHARD: ("dp_shard", "cp"), DATA: (*data, "cp")}.get(axis, (axis,))
     return _plane(layout, rank, axes)
+
+
+def summed_over(layout: Layout, axis: str) -> str:
+    """Return the group that a collective on ``axis`` runs over: the data axes of the ledger take cp in."""
+    if layout.cp > 1 and axis == "dp_shard":
+        return SHARD
+    return DATA if layout.cp > 1 and layout.zero == 0 and axis == "dp_replicate" else axis
 
 
 def groups(layout: Layout, axis: str) -> tuple[tuple[int, ...], ...]:

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.base.axes import TIED, WORLD
 from meshwright.layout.layout import Layout
-from meshwright.layout.ranks import coordinates, group, mesh_shape
+from meshwright.layout.ranks import DATA, SHARD, coordinates, group, mesh_shape
+from meshwright.layout.ranks import groups as all_groups
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,10 @@ class MeshView:
         rank: global rank.
         coords: coordinate on every axis (0 where the degree is 1).
         mesh: torch's mesh over the axes above degree 1, or None for one rank.
-        groups: process group per axis of degree above 1, and "world" and "tied" where they exist.
+        groups: process group per axis of degree above 1, and "world" and "tied" where they exist. With cp above 1 the
+            gradients are summed over it too: "dp_shard" is then dp_shard x cp, and with zero=0 "dp_replicate" is
+            dp x cp.
+        data: the mesh that ZeRO shards over where cp is part of it, else None (then it is a part of ``mesh``).
         device: where tensors live.
     """
 
@@ -36,6 +40,7 @@ class MeshView:
     mesh: DeviceMesh | None
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict[str, dist.ProcessGroup])
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    data: DeviceMesh | None = None
 
     @property
     def dp_rank(self) -> int:
@@ -50,11 +55,14 @@ class MeshView:
     @property
     def counts_batch(self) -> bool:
         """Whether this rank counts its batch for the whole job: once per replica of the data."""
-        return self.pp_rank == 0 and self.coords["tp"] == 0
+        return self.pp_rank == 0 and self.coords["tp"] == 0 and self.coords["cp"] == 0
 
     def submesh(self, *axes: str) -> DeviceMesh | None:
         """Return the mesh over those of ``axes`` that have a degree above 1, or None when none has."""
-        names: tuple[str, ...] = tuple(a for a in axes if a in self.groups)
+        if self.data is not None:
+            return self.data
+        known = () if self.mesh is None else self.mesh.mesh_dim_names or ()
+        names: tuple[str, ...] = tuple(a for a in axes if a in known)
         if self.mesh is None or len(names) == 0:
             return None
         return self.mesh[names] if len(names) > 1 else self.mesh[next(iter(names))]
@@ -94,7 +102,39 @@ def build_mesh(layout: Layout, rank: int, device_type: str = "cpu", *, tied: boo
         mine = _tied_group(layout, rank)
         if mine is not None:
             groups[TIED] = mine
-    return MeshView(layout, rank, coords, mesh, groups, device)
+    data = _join_context(layout, rank, device_type, groups) if layout.cp > 1 else None
+    return MeshView(layout, rank, coords, mesh, groups, device, data)
+
+
+def _join_context(
+    layout: Layout, rank: int, device_type: str, groups: dict[str, dist.ProcessGroup]
+) -> DeviceMesh | None:
+    """Put the data-parallel groups over dp and cp together in ``groups``; return the mesh that ZeRO shards over.
+
+    A group of its own even where it has the ranks of ``cp``: attention's messages and sums of gradients stay apart.
+    """
+    if layout.zero == 0:
+        groups["dp_replicate"] = _own_group(layout, rank, DATA)
+        return None
+    groups["dp_shard"] = shards = _own_group(layout, rank, SHARD)
+    if layout.dp_replicate == 1:
+        members = torch.tensor(group(layout, rank, SHARD))
+        return DeviceMesh.from_group(shards, device_type, mesh=members, mesh_dim_names=("dp_shard",))
+    table = torch.tensor([group(layout, other, SHARD) for other in group(layout, rank, "dp_replicate")])
+    return DeviceMesh.from_group(
+        [groups["dp_replicate"], shards],
+        device_type,
+        mesh=table,
+        mesh_dim_names=("dp_replicate", "dp_shard"),
+    )
+
+
+def _own_group(layout: Layout, rank: int, axis: str) -> dist.ProcessGroup:
+    """Make every group of ``axis`` (all ranks take part in each creation); return this rank's."""
+    made = {members: _new_group(members) for members in all_groups(layout, axis)}
+    mine = made[group(layout, rank, axis)]
+    assert mine is not None
+    return mine
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:

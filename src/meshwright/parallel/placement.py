@@ -72,7 +72,7 @@ def account(spec: ModelSpec, layout: Layout, ranks: Sequence[Sequence[Placed]]) 
 
     A tied tensor that two stages hold counts as two uses of one logical tensor.
     """
-    replicas = layout.dp_replicate * (layout.dp_shard if layout.zero == 0 else 1)
+    replicas = layout.dp_replicate * (layout.dp_shard * layout.cp if layout.zero == 0 else 1)
     held: dict[str, list[Placed]] = {}
     for rank in ranks:
         for item in rank:

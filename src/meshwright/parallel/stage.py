@@ -94,6 +94,8 @@ class StageModule(nn.Module):
         self.forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
         self.chunked_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
         self.loss_sum: Callable[[Tensor, Tensor], Tensor] = token_loss_sum
+        self.position_ids: Tensor | None = None
+        """Positions of the tokens that the stage is given, [1, T]; None where they are 0 .. T - 1."""
 
     @property
     def is_whole(self) -> bool:
@@ -103,14 +105,17 @@ class StageModule(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Return logits [B, T, V] of the last stage (this rank's columns of V where a tensor axis cuts it)."""
         if self.is_whole:
-            return self.causal_lm(input_ids=x, use_cache=False).logits
+            return self.causal_lm(input_ids=x, use_cache=False, **self._positions()).logits
         head = self.causal_lm.get_submodule(self.head_path)
         return head(self._hidden(x))
 
     def _hidden(self, x: Tensor) -> Tensor:
         base = self.causal_lm.get_submodule(self.base_path)
         inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
-        return base(**inputs, use_cache=False).last_hidden_state
+        return base(**inputs, use_cache=False, **self._positions()).last_hidden_state
+
+    def _positions(self) -> dict[str, Tensor]:
+        return {} if self.position_ids is None else {"position_ids": self.position_ids}
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return hidden states, or the summed loss on the last stage (see the class)."""

@@ -10,12 +10,14 @@ from meshwright.base.axes import TIED, WORLD
 from meshwright.base.errors import refuse
 from meshwright.layout.batch import Batch
 from meshwright.layout.check import check_built
+from meshwright.layout.context import local_length
 from meshwright.layout.layout import Layout
 from meshwright.layout.precision import PrecisionTable, precision_table
 from meshwright.layout.ranks import SHARD, coordinates, group
 from meshwright.model.counts import block_forward_flops, head_forward_flops
 from meshwright.model.sharding import tp_shape
 from meshwright.model.spec import ModelSpec
+from meshwright.program.context import attention_collectives
 from meshwright.program.step import Collective, CollectiveKind, Compute, LedgerLine, Op, StepProgram, ledger
 from meshwright.program.tensor import micro_batch_collectives, on_rank, step_collectives
 from meshwright.program.units import (
@@ -51,10 +53,10 @@ def derive(
     """Return what ``rank`` does in one optimizer step, in order; ``layout.cut`` is written as layers per stage.
 
     Computes carry the model's FLOPs (causal attention, no recompute; 0 for the optimizer). ``peer`` of a send or
-    recv is the other pipeline rank.
+    recv is the other coordinate on its axis.
 
     Raises:
-        MeshwrightError: E250 for an axis whose collectives are not described so far (cp, ep).
+        MeshwrightError: E250 for an axis whose collectives are not described so far (ep).
     """
     refuse([p for p in check_built(layout) if p.code == "E250"])
     row = lower(schedule)[coordinates(layout, rank)["pp"]]
@@ -98,7 +100,8 @@ class _Deriver:
         }
         tokens = batch.micro_batch * batch.seq_len
         self.flops = {
-            s: tokens * forward_flops_per_token(spec, layout, s, batch.seq_len) / layout.tp for s in stages
+            s: tokens * forward_flops_per_token(spec, layout, s, batch.seq_len) / (layout.tp * layout.cp)
+            for s in stages
         }
         self.frozen = frozen_names(spec, frozen)
 
@@ -125,6 +128,7 @@ class _Deriver:
                 gathered.add(stage)
             yield Compute(what="forward", stage=stage, micro_batch=k, flops=self.flops[stage])
             yield from self._tensor(stage, k, "forward")
+            yield from self._context(stage, k, "forward")
         elif action.kind is ActionKind.REDUCE_GRAD:
             yield from self._reduce_once(stage)
         elif action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD):
@@ -135,6 +139,7 @@ class _Deriver:
             yield Compute(what="backward", stage=stage, micro_batch=k, flops=flops, half=half)
             if action.kind is not ActionKind.WEIGHT_GRAD:
                 yield from self._tensor(stage, k, "backward")
+                yield from self._context(stage, k, "backward")
             if self.layout.zero >= 2 and action.kind is not ActionKind.INPUT_GRAD:
                 yield from self._scatters(stage, k)
         else:
@@ -142,6 +147,10 @@ class _Deriver:
 
     def _tensor(self, stage: int, k: int | None, phase: Literal["forward", "backward"]) -> Iterator[Op]:
         yield from micro_batch_collectives(self.spec, self.layout, self.batch, stage, k, self.frozen, phase)
+
+    def _context(self, stage: int, k: int | None, phase: Literal["forward", "backward"]) -> Iterator[Op]:
+        at = coordinates(self.layout, self.rank)["cp"]
+        yield from attention_collectives(self.spec, self.layout, self.batch, stage, k, at, self.frozen, phase)
 
     def _gathers(self, stage: int, k: int | None, phase: str) -> Iterator[Op]:
         if self.shards == 1:
@@ -172,7 +181,7 @@ class _Deriver:
         """Yield what data parallelism owes once per step."""
         if self.layout.zero == 1:
             yield from self._scatters(stage, None)
-        replicas = self.layout.dp // self.layout.dp_shard
+        replicas = self.layout.dp_replicate if self.layout.zero else self.layout.dp * self.layout.cp
         if replicas > 1:
             size = self.table.bytes_of("reduce")
             for unit in self._backward_order(stage):
@@ -210,7 +219,7 @@ class _Deriver:
         sends = action.kind in (ActionKind.SEND_F, ActionKind.SEND_B)
         forward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_F)
         other = action.stage + (1 if (action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)) else -1)
-        numel = self.batch.micro_batch * self.batch.seq_len * self.spec.hidden_size
+        numel = self.batch.micro_batch * local_length(self.layout, self.batch.seq_len) * self.spec.hidden_size
         return Collective(
             kind="send" if sends else "recv",
             axis="pp",

@@ -10,9 +10,10 @@ from meshwright.base.codes import CODES
 from meshwright.base.errors import MeshwrightError, nearest, problem
 from meshwright.base.units import format_bytes, format_count
 from meshwright.layout.precision import precision_table
-from meshwright.layout.ranks import SHARD, coordinates, group, mesh_shape, nodes_of
+from meshwright.layout.ranks import DATA, SHARD, coordinates, group, mesh_shape, nodes_of, summed_over
 from meshwright.model.spec import ModelSpec
 from meshwright.program.derive import derive, title
+from meshwright.program.explain_context import merge_exchange, positions_held, tell_exchange
 from meshwright.program.plan import Plan
 from meshwright.program.step import Collective, Compute, Op
 from meshwright.program.tensor import on_rank
@@ -146,12 +147,16 @@ def _groups(plan: Plan, spec: ModelSpec, rank: int, gpus_per_node: int | None, s
         add("pp", "pipeline", ". Each holds other layers; hidden states go up, their gradients come back.")
     if layout.tp > 1:
         add("tp", "tensor group", ". Together you multiply every matrix of your layers, on the same tokens.")
+    if layout.cp > 1:
+        add("cp", "context group", ". Each holds other tokens of the same sequences; attention joins them.")
     if layout.zero and layout.shard > 1:
         what = {1: "optimizer state", 2: "gradients and optimizer state"}.get(
             layout.zero, "parameters, gradients and optimizer state"
         )
         add(SHARD, "shard group", f". Together you keep one copy of the {what} of your layers.")
-    if layout.dp_replicate > 1:
+    if layout.cp > 1 and not layout.zero:
+        add(DATA, "replicas", ". You compute on different tokens and sum gradients.")
+    elif layout.dp_replicate > 1:
         name = "replicas of your shard" if layout.zero and layout.shard > 1 else "replicas"
         add("dp_replicate", name, ". You compute on different sequences and sum gradients.")
     members = group(layout, rank, "tied")
@@ -265,6 +270,8 @@ def _tell(op: Op, plan: Plan, rank: int) -> _Line:
         where = "your layers" + (f" of stage {op.stage}" if plan.layout.chunks > 1 else "")
         kind = {"": op.what, "input": "backward for the input", "weight": "backward for the weights"}[op.half]
         return _Line(f"run {kind} through {where} ({format_count(op.flops)}FLOP)", op.micro_batch)
+    if op.axis == "cp":
+        return _Line(tell_exchange(op, plan.layout, rank), op.micro_batch)
     size = format_bytes(op.num_bytes)
     if op.kind in ("send", "recv"):
         column = group(plan.layout, rank, "pp")
@@ -275,7 +282,7 @@ def _tell(op: Op, plan: Plan, rank: int) -> _Line:
         if op.kind == "send":
             return _Line(f"send {op.what} to {who}: {size}", op.micro_batch)
         return _Line(f"receive {op.what} from {who}: {size}", op.micro_batch)
-    members = group(plan.layout, rank, op.axis)
+    members = group(plan.layout, rank, summed_over(plan.layout, op.axis))
     who = "all ranks" if len(members) == plan.world_size else f"ranks {_numbers(members)}"
     form = {
         "all_reduce": f"sum the {op.what} over {who} (all-reduce, {op.axis})",
@@ -320,12 +327,14 @@ def _merge_units(ops: Sequence[Op]) -> list[Op]:
 
 
 def _step(plan: Plan, ops: Sequence[Op], rank: int) -> str:
-    lines = [_tell(op, plan, rank) for op in _merge_units(ops)]
+    lines = [_tell(op, plan, rank) for op in _merge_units(merge_exchange(ops))]
     micro = _count(plan.batch.micro_batch, "sequence")
     head = (
         f"Your step, in order: {_count(plan.batch.accumulation, 'micro-batch').replace('batchs', 'batches')} "
         f"of {micro} of {plan.batch.seq_len} tokens"
     )
+    if plan.layout.cp > 1:
+        head += f", of which you hold positions {positions_held(plan.layout, plan.batch, rank)}"
     out = [_wrap(head)]
     for number, (block, repeats) in enumerate(_compress(lines), 1):
         if repeats > 1:
@@ -443,7 +452,10 @@ def _sends(plan: Plan, collectives: Sequence[Collective], data: float) -> str:
     tensor = sum(c.volume_bytes for c in collectives if c.axis == "tp")
     if tensor:
         parts.append(f"{format_bytes(tensor)} within the tensor group")
-    rest = total - data - pipeline - tensor
+    context = sum(c.volume_bytes for c in collectives if c.axis == "cp")
+    if context:
+        parts.append(f"{format_bytes(context)} within the context group")
+    rest = total - data - pipeline - tensor - context
     parts.append(
         f"{format_bytes(rest)} of sums over the world" + (" and the tied pair" if rest > 1e3 else "")
     )

@@ -43,7 +43,7 @@ class Collective:
         num_bytes: the payload. all_reduce, broadcast, send, recv: bytes of the tensor; all_gather: bytes of the
             gathered output; reduce_scatter: bytes of the unreduced input; padding included.
         what: what it carries, for people ("parameters of layer 3", "gradient of the tied embedding").
-        peer: the other pipeline rank of a send or recv.
+        peer: the other coordinate on ``axis`` of a send or recv.
     """
 
     kind: CollectiveKind

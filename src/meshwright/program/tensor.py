@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Literal
 
 from meshwright.layout.batch import Batch
+from meshwright.layout.context import local_length
 from meshwright.layout.layout import LOSS_CHUNKS, Layout
 from meshwright.layout.precision import precision_table
 from meshwright.model.randomness import drops_residual
@@ -49,7 +50,7 @@ def micro_batch_collectives(
     if layout.tp == 1:
         return
     table = precision_table(layout)
-    tokens = batch.micro_batch * batch.seq_len
+    tokens = batch.micro_batch * local_length(layout, batch.seq_len)
     hidden, compute = tokens * spec.hidden_size * table.bytes_of("wire"), table.bytes_of("compute")
     last = stage == layout.num_stages - 1
 

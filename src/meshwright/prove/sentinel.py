@@ -32,6 +32,8 @@ def causes(plan: Plan) -> list[tuple[float, str]]:
         (layout.dp, "dp", "data-parallel ranks"),
         (batch.accumulation, "micro-batches", "accumulation steps of a replica"),
         (layout.pp, "pp", "pipeline stages"),
+        (layout.cp, "cp", "ranks of the context axis"),
+        (layout.dp * layout.cp, "dp x cp", "ranks that gradients are summed over"),
         (layout.dp_shard, "dp_shard", "ranks of the shard group"),
         (layout.dp_replicate, "dp_replicate", "replicas of the shard group"),
         (layout.dp * batch.accumulation, "dp x micro-batches", "all micro-batches of the step"),

@@ -92,6 +92,7 @@ def search(
         num_gpus=cluster.num_gpus,
         gpus_per_node=cluster.gpus_per_node,
         global_batch=global_batch,
+        seq_len=seq_len,
         precision=chosen,
         pins=pins,
         include_unbuilt=include_unbuilt,

@@ -16,6 +16,9 @@ MAX_MICRO_BATCH: Final = 64
 PRICED_SCHEDULES: Final = ("1f1b", "gpipe")
 """Schedules with one stage per rank, which the cost model prices."""
 
+LEAST_POSITIONS: Final = 1024
+"""A context axis is tried where each rank keeps this many positions: it is for long sequences, and dp does the rest."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
@@ -23,6 +26,7 @@ class Space:
 
     Attributes:
         num_gpus, gpus_per_node: devices in all and on one node.
+        seq_len: positions of a sequence.
         pins: values that ``--fix`` writes, by key.
         precision: of every layout, unless pinned.
         include_unbuilt: also what the runtime cannot run so far.
@@ -31,6 +35,7 @@ class Space:
     num_gpus: int
     gpus_per_node: int
     global_batch: int
+    seq_len: int
     precision: str
     pins: Mapping[str, Any]
     include_unbuilt: bool
@@ -85,7 +90,10 @@ def _degrees(spec: ModelSpec, space: Space) -> Iterator[tuple[int, int, int]]:
         for pp in _pinned(pins, "pp", _axis(space, "pp", divisors(gpus // tp))):
             if gpus // tp % pp or (pp > spec.num_layers and "pp" not in pins):
                 continue
-            for cp in _pinned(pins, "cp", _axis(space, "cp", divisors(gpus // tp // pp))):
+            degrees = [
+                d for d in divisors(gpus // tp // pp) if d == 1 or space.seq_len >= d * LEAST_POSITIONS
+            ]
+            for cp in _pinned(pins, "cp", _axis(space, "cp", degrees)):
                 if gpus // tp // pp % cp == 0:
                     yield tp, pp, cp
 

@@ -53,19 +53,10 @@ over more ranks, use cp.""",
         title="The sequence does not split over tp",
         kind="math",
         why="sp shards the sequence in tp equal parts between the matrices",
-        needs="seq_len / cp % tp == 0",
+        needs="seq_len % tp == 0",
         do="choose a seq_len that tp divides, or sp=off",
-        page="""With sp=on each tp rank holds seq_len / (cp * tp) positions of the norms and residuals.""",
-    ),
-    CodeInfo(
-        code="E206",
-        title="The sequence does not split over cp",
-        kind="math",
-        why="the causal ring gives each rank one early and one late piece, so that all do equal work",
-        needs="seq_len % (2 * cp) == 0 (ring), seq_len % cp == 0 (ulysses)",
-        do="choose a seq_len or cp that fits",
-        page="""In a causal model the end of a sequence attends to more than its beginning. The ring cuts the sequence
-in 2*cp pieces and gives rank i the pieces i and 2*cp-1-i.""",
+        page="""With sp=on each tp rank holds seq_len / (cp * tp) positions of the norms and residuals. With cp above 1
+the sequence is padded for both axes (W260).""",
     ),
     CodeInfo(
         code="E207",
@@ -249,10 +240,10 @@ short stages per rank make the bubble smaller and send more often.""",
         title="This axis is not built yet",
         kind="code",
         why="Meshwright can plan it but not run it so far",
-        needs="axes that are built: dp (with zero and shard), tp (with sp) and pp",
-        do="set the degree to 1 and use dp, zero, tp or pp",
-        page="""What runs now: dp with zero=0, 1, 2, 3 and shard (HSDP), tp with sp=on or off, and pp with every
-schedule. The other axes have their rank arithmetic and rules, and the planner may price them.""",
+        needs="axes that are built: dp (with zero and shard), tp (with sp), cp and pp",
+        do="set the degree to 1 and use dp, zero, tp, cp or pp",
+        page="""What runs now: dp with zero=0, 1, 2, 3 and shard (HSDP), tp with sp=on or off, cp as ring or Ulysses,
+and pp with every schedule. The other axes have their rank arithmetic and rules, and the planner may price them.""",
     ),
     CodeInfo(
         code="E251",
@@ -330,6 +321,28 @@ Families that call dropout as a function (OPT, BLOOM) and the jitter of a router
 each run is valid, but two layouts are then two different runs. A proof lets them rest.""",
     ),
     CodeInfo(
+        code="E260",
+        title="The context axis cannot run this model yet",
+        kind="code",
+        why="a family's attention must be known to do nothing that an attention over ranks leaves out",
+        needs="a family that is built and no dropout, or cp=1",
+        do="cp=1 with dp, zero or pp",
+        page="""Cut over cp now: llama, mistral, qwen2, qwen3, gpt2, mixtral, qwen3_moe, phi3, with causal masks and
+sliding windows. Other families cap their scores, add biases by distance or mask in other ways. With dropout, ranks would
+draw the same masks for different tokens, which is not what one device computes.""",
+    ),
+    CodeInfo(
+        code="E262",
+        title="The model's attention asks for something that is not done over ranks",
+        kind="code",
+        why="a mask or a change of the scores that was left out would train another model in silence",
+        needs="causal attention, with or without a sliding window, without masks of its own and without dropout",
+        do="cp=1",
+        page="""With cp above 1 the attention of the model is taken over through transformers' attention interface. What a
+query sees follows from positions; every other argument that a model hands to its attention is refused, unless it is
+known to change nothing in training.""",
+    ),
+    CodeInfo(
         code="W201",
         title="Key/value heads are replicated over tp",
         kind="cost",
@@ -380,5 +393,16 @@ nodes when tp is larger than a node, does not divide it, or is not innermost."""
         why="rotary positions beyond max_position_embeddings were not seen in pre-training",
         do="a shorter seq_len, or a model with scaled positions",
         page="""The step is computed rightly; whether the model copes with such positions is another question.""",
+    ),
+    CodeInfo(
+        code="W260",
+        title="The sequence is padded for cp",
+        kind="cost",
+        why="every rank of the context axis holds equally many positions",
+        do="a seq_len that splits pads nothing",
+        page="""The ring cuts a sequence in 2 * cp pieces and gives rank i the pieces i and 2 * cp - 1 - i, so that all do
+equal work under a causal mask; Ulysses cuts it in cp pieces; with sp=on each rank's positions also split over tp.
+A sequence that does not split is padded at its end. The padding has no label and nothing real attends to it, so loss
+and gradients are those of the sequence as it is; its positions are computed for nothing.""",
     ),
 )

@@ -1,0 +1,203 @@
+"""Ring attention: keys and values go round the ranks of a group while queries stay.
+
+Communication on ``cp`` (n ranks, one message holds a rank's keys and values): forward n - 1 messages to the next
+rank, each on its way while the part at hand is computed; backward n - 1 of the same and n - 1 of the gradients of
+keys and values, which follow them round and arrive at home (in at least float32: they are sums over ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.layout.context import Run
+from meshwright.parallel.attend import (
+    Parts,
+    Rule,
+    Tile,
+    attend,
+    attend_backward,
+    positions_of,
+    tiles,
+    visible,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """Who holds which positions, and what sees what.
+
+    Attributes:
+        group: the ranks of the ring in order of their coordinate; None for one rank.
+        index: this rank's coordinate.
+        runs: of each coordinate, the stretches it holds.
+        rule: which positions see each other.
+        scale: factor on the scores.
+        documents_BT: document of each position of the whole sequence, [B, T], or None; only equal ones see each other.
+    """
+
+    group: dist.ProcessGroup | None
+    index: int
+    runs: tuple[tuple[Run, ...], ...]
+    rule: Rule
+    scale: float
+    documents_BT: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def size(self) -> int:
+        """Ranks of the ring."""
+        return len(self.runs)
+
+    def parts(self, source: int) -> tuple[Tile, ...]:
+        """Return the tiles of this rank's queries and the keys of coordinate ``source``."""
+        return tiles(self.runs[self.index], self.runs[source], self.rule, self.documents_BT is not None)
+
+    def seen(self, tile: Tile, source: int, device: torch.device) -> Tensor | None:
+        """Return the mask of a tile that needs one."""
+        if tile.kind != "masked":
+            return None
+        q_at = positions_of(self.runs[self.index], device)[tile.q0 : tile.q1]
+        k_at = positions_of(self.runs[source], device)[tile.k0 : tile.k1]
+        docs = self.documents_BT
+        return visible(
+            q_at,
+            k_at,
+            self.rule,
+            None if docs is None else docs[:, q_at],
+            None if docs is None else docs[:, k_at],
+        )
+
+
+class Rotation:
+    """One message to the next rank and one from the previous rank, on their way."""
+
+    def __init__(self, outgoing: Tensor, group: dist.ProcessGroup, tag: int) -> None:
+        rank, n = group.rank(), group.size()
+        self.incoming = torch.empty_like(outgoing)
+        self._outgoing = outgoing  # kept until it is sent
+        self._works: list[Any] = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, outgoing, group=group, tag=tag, group_peer=(rank + 1) % n),
+                dist.P2POp(dist.irecv, self.incoming, group=group, tag=tag, group_peer=(rank - 1) % n),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """Return what came in, once both are done."""
+        for work in self._works:
+            work.wait()
+        return self.incoming
+
+
+def pack(k_BKSE: Tensor, v_BKSF: Tensor) -> Tensor:
+    """Return keys and values as one flat message."""
+    return torch.cat([k_BKSE.reshape(-1), v_BKSF.reshape(-1)])
+
+
+def unpack(message: Tensor, k_like: Tensor, v_like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a message, as views."""
+    k, v = message.split([k_like.numel(), v_like.numel()])
+    return k.view(k_like.shape), v.view(v_like.shape)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Attention of this rank's queries to the keys of all ranks (see the module)."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BHQE: Tensor, k_BKSE: Tensor, v_BKSF: Tensor, ring: Ring) -> Tensor:
+        parts = Parts(q_BHQE, v_BKSF.shape[-1])
+
+        def add(source: int, k: Tensor, v: Tensor) -> None:
+            for tile in ring.parts(source):
+                rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+                seen = ring.seen(tile, source, q_BHQE.device)
+                out, lse = attend(
+                    q_BHQE[:, :, rows], k[:, :, keys], v[:, :, keys], ring.scale, tile.kind == "causal", seen
+                )
+                parts.add(tile, out, lse)
+
+        _round(ring, k_BKSE, v_BKSF, add)
+        out = parts.out_BHQE.to(q_BHQE.dtype)
+        ctx.ring = ring
+        ctx.save_for_backward(q_BHQE, k_BKSE, v_BKSF, out, parts.lse_BHQ)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ring: Ring = ctx.ring
+        q, k_home, v_home, out, lse = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        full = lse.dtype
+        grad_q = torch.zeros_like(q, dtype=full)
+        home: list[Tensor] = []
+        travelling: Rotation | None = None
+
+        def add(source: int, k: Tensor, v: Tensor) -> None:
+            nonlocal travelling
+            grad_k, grad_v = torch.zeros_like(k, dtype=full), torch.zeros_like(v, dtype=full)
+            for tile in ring.parts(source):
+                rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+                seen = ring.seen(tile, source, q.device)
+                dq, dk, dv = attend_backward(
+                    grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys],
+                    out[:, :, rows], lse[:, :, rows], ring.scale, tile.kind == "causal", seen,
+                )  # fmt: skip
+                grad_q[:, :, rows] += dq
+                grad_k[:, :, keys] += dk
+                grad_v[:, :, keys] += dv
+            message = pack(grad_k, grad_v)
+            if source == ring.index:
+                home.append(message)
+                return
+            if travelling is not None:  # what the ranks before have added to this block's gradients
+                message += travelling.wait()
+            assert ring.group is not None
+            travelling = Rotation(message, ring.group, tag=1)
+
+        _round(ring, k_home, v_home, add)
+        if travelling is not None:
+            home[0] += travelling.wait()
+        grad_k, grad_v = unpack(home[0], k_home, v_home)
+        return grad_q.to(q.dtype), grad_k.to(k_home.dtype), grad_v.to(v_home.dtype), None
+
+
+def _round(ring: Ring, k_home: Tensor, v_home: Tensor, add: Callable[[int, Tensor, Tensor], None]) -> None:
+    """Call ``add`` with the keys and values of every coordinate, this rank's first, while the next are on their way."""
+    k, v = k_home, v_home
+    message = pack(k, v) if ring.size > 1 else None
+    for step in range(ring.size):
+        coming = None
+        if step + 1 < ring.size:
+            assert message is not None
+            assert ring.group is not None
+            coming = Rotation(message, ring.group, tag=0)
+        add((ring.index - step) % ring.size, k, v)
+        if coming is not None:
+            message = coming.wait()
+            k, v = unpack(message, k_home, v_home)
+
+
+def ring_attention(q_BHQE: Tensor, k_BKSE: Tensor, v_BKSF: Tensor, ring: Ring) -> Tensor:
+    """Return the attention output [B, H, Q, F] of this rank's queries over the keys of all ranks of the ring.
+
+    Key/value heads are K <= H, H a multiple of K. Communication: see the module; none for one rank.
+    """
+    out: Any = _RingAttention.apply(q_BHQE, k_BKSE, v_BKSF, ring)
+    return out
+
+
+def ring_of(
+    group: dist.ProcessGroup | None,
+    runs: Sequence[tuple[Run, ...]],
+    rule: Rule,
+    scale: float,
+    documents_BT: Tensor | None = None,
+) -> Ring:
+    """Return the ring of ``group``; ``runs`` of each of its coordinates."""
+    index = 0 if group is None else group.rank()
+    return Ring(group=group, index=index, runs=tuple(runs), rule=rule, scale=scale, documents_BT=documents_BT)
