@@ -8,6 +8,8 @@ import pytest
 from proofs import SMALL, prove
 
 from meshwright.base.errors import MeshwrightError
+from meshwright.layout.parse import parse_layout
+from meshwright.prove.ladder import Rung, climb
 
 pytestmark = pytest.mark.gloo
 
@@ -175,6 +177,15 @@ def test_lower_precision(pool: Any, layout: str, precision: str) -> None:
     proven(pool, layout, config=LLAMA, precision=precision)
 
 
+def test_the_ladder_has_a_rung_for_it(pool: Any) -> None:
+    def at_rung(rung: Rung) -> dict[str, Any]:
+        return prove(pool, rung.layout.text(), config=QWEN3, steps=1, simulated=rung.simulated)
+
+    result = climb(parse_layout("dp=2,zero=2,tp=2,cp=2,precision=fp64"), at_rung, lambda line: None)
+    assert result["passed"], result["ladder"]
+    assert "cp=2" in [line["adds"] for line in result["ladder"]]
+
+
 def test_a_rank_that_counts_its_positions_from_0_is_found(pool: Any) -> None:
     """The proof can fail: local positions on every rank change the gradients."""
     result = pool.run(_with_local_positions, 2, timeout_s=120.0)
@@ -185,7 +196,6 @@ def _with_local_positions(rank: int, world: int) -> float:
     import torch
 
     from meshwright.layout.context import runs
-    from meshwright.layout.parse import parse_layout
     from meshwright.mesh.device_mesh import build_mesh
     from meshwright.model.read_hf import spec_from_config
     from meshwright.parallel.build import build_model
@@ -210,7 +220,6 @@ def _with_local_positions(rank: int, world: int) -> float:
 def _masked(rank: int, world: int) -> list[str]:
     import torch
 
-    from meshwright.layout.parse import parse_layout
     from meshwright.mesh.device_mesh import build_mesh
     from meshwright.model.read_hf import spec_from_config
     from meshwright.parallel.build import build_model
