@@ -22,7 +22,8 @@ from meshwright.mesh.rank_process import RankFailure
 from meshwright.model.read_hf import spec_from_config
 from meshwright.program.make import make_plan
 from meshwright.train.data import TokenData, TokenStream, rank_batch
-from meshwright.train.loop import RESUMED, TrainTask, _out_of_time, check_resumed, evaluate, train_rank
+from meshwright.train.loop import RESUMED, TrainTask, check_resumed, evaluate, train_rank
+from meshwright.train.stop import Watch
 
 pytestmark = pytest.mark.gloo
 
@@ -54,7 +55,20 @@ def task(folder: Path, layout: str, name: str, *, steps: int = 8, **changes: Any
     )
     run = SimpleNamespace(
         run=SimpleNamespace(
-            seed=0, steps=steps, eval_every=0, eval_batches=4, checkpoint_every=0, max_minutes=None
+            seed=0,
+            steps=steps,
+            eval_every=0,
+            eval_batches=4,
+            checkpoint_every=0,
+            checkpoint_async=True,
+            keep_last=None,
+            keep_every=0,
+            keep_best=False,
+            max_minutes=None,
+            deterministic=False,
+        ),
+        guards=SimpleNamespace(
+            nonfinite="skip", spike=None, on_spike="report", replicas_every=0, straggler=None, heartbeat_s=0.0
         ),
         optimizer=ADAMW,
         schedule=SimpleNamespace(name="linear", warmup_steps=3, min_lr_ratio=0.0),
@@ -128,7 +142,7 @@ def test_h146_a_missing_part_is_named(broken, part):
     assert check_resumed(extra, work) == []
     (found,) = check_resumed({k: v for k, v in extra.items() if k != part}, work)
     assert found.code == "E556"
-    assert found.found == f"1 of 7 parts are not in it: {part}"
+    assert found.found == f"1 of {len(RESUMED)} parts are not in it: {part}"
     assert found.where == str(checkpoint)
 
 
@@ -201,14 +215,16 @@ def evaluated(rank, world, work):
             sums += one(inputs, labels=labels).item()
         count += int((labels != -100).sum())
     clock = -1000.0 if rank == 1 else time.monotonic()  # only rank 1's limit is over by its own clock
+    late = Watch(rank, 1.0, clock).agree(rig.view).stop
+    all_late = Watch(rank, 1.0, -1000.0 if rank == 0 else time.monotonic()).agree(rig.view).stop
     return SimpleNamespace(
         loss=loss,
         want=sums / count,
         samples=work.data.eval.num_samples,
         count=count,
         seconds=time.monotonic() - begin,
-        rank_one_late=_out_of_time(1.0, clock, rig.model),
-        rank_zero_late=_out_of_time(1.0, -1000.0 if rank == 0 else time.monotonic(), rig.model),
+        rank_one_late=bool(late),
+        rank_zero_late=bool(all_late),
     )
 
 

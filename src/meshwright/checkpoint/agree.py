@@ -15,10 +15,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that write or read one checkpoint together, seen from one of them."""
+    """The ranks that write or read one checkpoint together, seen from one of them.
+
+    ``group`` holds them all; None is the default group.
+    """
 
     rank: int
     world_size: int
+    group: dist.ProcessGroup | None = None
 
     def gather(self, value: T) -> list[T] | None:
         """Return the values of all ranks on rank 0, None elsewhere.
@@ -28,7 +32,7 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, values, dst=0)
+        dist.gather_object(value, values, dst=0, group=self.group)
         return values
 
     def all_gather(self, value: T) -> list[T]:
@@ -39,7 +43,7 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def from_first(self, value: T) -> T:
@@ -50,7 +54,7 @@ class Ranks:
         if self.world_size == 1:
             return value
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def refuse(self, problems: Sequence[Problem], exit_code: ExitCode = ExitCode.BAD_INPUT) -> None:

@@ -77,7 +77,7 @@ def in_pieces(tensor: Tensor, shape: Sequence[int], dim: int, ranges: Sequence[t
     """
     local, first = tensor, 0
     if isinstance(tensor, DTensor):
-        local, first = tensor.to_local(), _first_row(tensor)
+        local, first = tensor.to_local(), first_row(tensor)
     pieces: list[tuple[tuple[int, ...], Tensor]] = []
     at = 0  # where a part begins in what the tensor axis left
     for start, size in ranges:
@@ -95,7 +95,7 @@ def in_pieces(tensor: Tensor, shape: Sequence[int], dim: int, ranges: Sequence[t
     return Pieces(shape, local, pieces)
 
 
-def _first_row(tensor: DTensor) -> int:
+def first_row(tensor: DTensor) -> int:
     """Return the first row that this rank holds of a tensor that is cut by rows as ``torch.chunk`` does."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None

@@ -14,6 +14,7 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,26 +91,67 @@ def save_checkpoint(
             E716 and E717 for state that cannot be stored.
     """
     ranks = Ranks(rank, world_size)
-    problems = _json_problems(extra, "extra") + _json_problems(manifest, "manifest")
-    tensors: dict[str, Tensor] = {}
+    captured: Captured | None = None
+    problems: list[Problem] = []
     try:
-        tensors = rank_state(params, optimizer, tied, with_copies=False, place=place).tensors
+        captured = capture(params, optimizer, tied, place)
     except MeshwrightError as error:
         problems += error.problems
     ranks.refuse(problems)
+    assert captured is not None
+    return write_checkpoint(
+        ranks, folder=folder, step=step, captured=captured, extra=extra, manifest=manifest
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """What one rank holds at one moment: tensors by key, what the optimizer is, and which names are copies."""
+
+    tensors: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    tied: dict[str, str]
+
+
+def capture(
+    params: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    tied: Mapping[str, str],
+    place: Place | None = None,
+) -> Captured:
+    """Return this rank's state; the tensors are the live ones, not copies (see ``background.copied``).
+
+    Raises:
+        MeshwrightError: E716 for optimizer state without a logical name.
+    """
+    held = rank_state(params, optimizer, tied, with_copies=False, place=place)
+    return Captured(tensors=held.tensors, optimizer=describe_optimizer(optimizer), tied=dict(tied))
+
+
+def write_checkpoint(
+    ranks: Ranks,
+    *,
+    folder: Path,
+    step: int,
+    captured: Captured,
+    extra: dict[str, Any],
+    manifest: dict[str, Any],
+) -> Path:
+    """Write what the ranks captured as ``folder/step-N`` and return its path on every rank (see ``save_checkpoint``)."""
+    ranks.refuse(_json_problems(extra, "extra") + _json_problems(manifest, "manifest"))
     temporary = folder / _begin(ranks, folder, step)
     try:
-        _write_shards(ranks, temporary, tensors)
+        _write_shards(ranks, temporary, captured.tensors)
         files = _hash_shards(ranks, temporary)
-        facts = {"extra": extra, "optimizer": describe_optimizer(optimizer)}
-        copies = {c: o for part in ranks.gather(dict(tied)) or () for c, o in part.items()}
+        facts = {"extra": extra, "optimizer": captured.optimizer}
+        copies = {c: o for part in ranks.gather(captured.tied) or () for c, o in part.items()}
         verdict: list[Problem] = []
         if files is not None:
-            facts |= {"tied": copies, "step": step, "world_size": world_size}
+            facts |= {"tied": copies, "step": step, "world_size": ranks.world_size}
             verdict = _finish(temporary, files, manifest | facts)
         ranks.refuse(verdict, ExitCode.ENVIRONMENT)
     except BaseException:
-        if rank == 0:
+        if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     return folder / step_name(step)
@@ -163,6 +205,7 @@ def _write_shards(ranks: Ranks, temporary: Path, tensors: dict[str, Tensor]) -> 
             save(
                 dict(tensors),
                 storage_writer=_Writer(temporary, sync_files=True, overwrite=False),
+                process_group=ranks.group,
                 no_dist=ranks.world_size == 1,
             )
     except CheckpointException as error:

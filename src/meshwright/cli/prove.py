@@ -52,8 +52,15 @@ def prove(
         bool, typer.Option("--ladder", help="From one device upwards, one axis at a time.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Prove a run that was stopped and resumed.")
+        bool,
+        typer.Option("--resume", help="Prove that a run that was killed and resumed equals an unbroken one."),
     ] = False,
+    resume_layout: Annotated[
+        str | None,
+        typer.Option(
+            "--resume-layout", metavar="LAYOUT", help="With --resume: go on in this layout instead."
+        ),
+    ] = None,
     out: Annotated[
         str | None, typer.Option("--out", metavar="FILE", help="Also write the JSON to a file.")
     ] = None,
@@ -64,6 +71,9 @@ def prove(
 
     Example: meshwright prove --model recipes/models/tiny-llama --layout "dp=2,zero=3,pp=2" --precision fp64
     """
+    if resume_layout is not None and not resume:
+        found, do = "--resume-layout without --resume", "give both, or none"
+        raise MeshwrightError(problem("E864", where="meshwright prove", found=found, do=do))
     if out is not None:
         check_writable(out)
     run, text = _resolved(run_file, model, layout, tuple(sets or ()))
@@ -82,12 +92,17 @@ def prove(
         valid=valid.value,
         ladder=ladder,
         resume=resume,
+        resume_layout=resume_layout,
         json_output=as_json,
         out=out,
         show=show_line,
     )
     if as_json:
         show_json(result)
+    elif resume:
+        from meshwright.orchestrate.proving_resume import verdict_text as resume_text
+
+        print(resume_text(result))
     else:
         print(verdict_text(result))
     if not result["passed"]:

@@ -79,11 +79,28 @@ class RunSettings:
     steps: int
     seed: int
     checkpoint_every: int
+    checkpoint_async: bool
+    keep_last: int | None
+    keep_every: int
+    keep_best: bool
     eval_every: int
     eval_batches: int
     max_minutes: float | None
+    grace_s: float
     elastic: bool
     deterministic: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardSettings:
+    """What is watched while the run goes on; None and 0 watch nothing."""
+
+    nonfinite: str
+    spike: float | None
+    on_spike: str
+    replicas_every: int
+    straggler: float | None
+    heartbeat_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +130,7 @@ class ResolvedRun:
     clip: ClipSettings
     layout_text: str
     run: RunSettings
+    guards: GuardSettings
     profile: ProfileSettings
     freeze: tuple[str, ...]
     cluster: str | None
@@ -132,6 +150,7 @@ class ResolvedRun:
             "clip": asdict(self.clip),
             "layout": self.layout_text,
             "run": asdict(self.run),
+            "guards": asdict(self.guards),
             "profile": asdict(self.profile),
             "cluster": self.cluster,
             "freeze": list(self.freeze),
@@ -213,12 +232,18 @@ def resolve(
             steps=w.run.steps,
             seed=w.run.seed,
             checkpoint_every=w.run.checkpoint_every,
+            checkpoint_async=w.run.checkpoint_async,
+            keep_last=w.run.keep_last,
+            keep_every=w.run.keep_every,
+            keep_best=w.run.keep_best,
             eval_every=w.run.eval_every,
             eval_batches=w.run.eval_batches,
             max_minutes=w.run.max_minutes,
+            grace_s=w.run.grace_s,
             elastic=w.run.elastic,
             deterministic=w.run.deterministic,
         ),
+        guards=GuardSettings(**w.guards.model_dump()),
         profile=ProfileSettings(steps=w.profile.steps),
         freeze=tuple(w.freeze),
         cluster=path("cluster", w.cluster),
@@ -269,6 +294,16 @@ def _contradictions(run: ResolvedRun) -> list[Problem]:
                 found=f"run.eval_every = {run.run.eval_every} and data.eval_fraction = 0",
                 why="there is no held-out text to evaluate on",
                 do="set data.eval_fraction (for instance 0.02), or run.eval_every = 0",
+            )
+        )
+    if run.run.keep_best and not run.data.eval_fraction:
+        problems.append(
+            problem(
+                "E108",
+                where=f"{_where(run, 'run.keep_best')}, {_where(run, 'data.eval_fraction')}",
+                found="run.keep_best = true and data.eval_fraction = 0",
+                why="the best checkpoint is that of the lowest held-out loss, and there is no held-out text",
+                do="set data.eval_fraction (for instance 0.02), or run.keep_best = false",
             )
         )
     stated = run.batch.accumulation
@@ -333,6 +368,13 @@ def _without_effect(run: ResolvedRun) -> list[Problem]:
         idle.append(("schedule.min_lr_ratio", "schedule.name = constant does not decay"))
     if not run.data.eval_fraction:
         idle.append(("run.eval_batches", "data.eval_fraction = 0 holds no text out"))
+    if run.run.keep_last is None:
+        idle += [
+            (f"run.{key}", "run.keep_last = null keeps every checkpoint")
+            for key in ("keep_every", "keep_best")
+        ]
+    if run.guards.spike is None:
+        idle.append(("guards.on_spike", "guards.spike = null looks for none"))
     flat = run.flat()
     problems = [
         problem("W101", where=_where(run, key), found=f"{key} = {shown(flat[key])} has no effect", why=why)

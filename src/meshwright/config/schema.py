@@ -29,7 +29,6 @@ Name: TypeAlias = Annotated[str, Field(min_length=1)]
 
 NOT_HONOURED: Mapping[str, tuple[Any, str]] = {
     "run.elastic": (False, "start the run again with --resume after a failure; the layout may change"),
-    "run.deterministic": (False, "remove it: order, weights and data are repeatable from run.seed already"),
     "profile.steps": (0, "remove it: times by phase are in metrics.jsonl of every run"),
 }
 """Keys of which only the default is honoured today, and what works instead."""
@@ -126,13 +125,55 @@ class RunSection(Section):
     checkpoint_every: CountOrOff = Field(
         default=0, description="steps between checkpoints; 0 = only at the end"
     )
+    checkpoint_async: bool = Field(
+        default=True, description="write checkpoints beside the training; steps wait only for the copy"
+    )
+    keep_last: Count | None = Field(
+        default=None, description="newest checkpoints to keep; null = all of them"
+    )
+    keep_every: CountOrOff = Field(
+        default=0, description="with keep_last: also keep steps that are multiples of it; 0 = none"
+    )
+    keep_best: bool = Field(
+        default=False, description="with keep_last: also keep the checkpoint of the lowest held-out loss"
+    )
     eval_every: CountOrOff = Field(default=0, description="steps between evaluations; 0 = only at the end")
     eval_batches: Count = Field(default=4, description="global batches of held-out text per evaluation")
     max_minutes: Positive | None = Field(
         default=None, description="stop in good order after this many minutes; null = never"
     )
+    grace_s: Positive = Field(
+        default=25.0,
+        description="seconds that a run has to save and end after SIGTERM; then its ranks are killed",
+    )
     elastic: bool = Field(default=False, description="go on with fewer ranks after a failure")
-    deterministic: bool = Field(default=False, description="only algorithms that repeat bit for bit")
+    deterministic: bool = Field(
+        default=False, description="only algorithms that repeat bit for bit; run.json names the settings"
+    )
+
+
+class GuardsSection(Section):
+    """What is watched while the run goes on."""
+
+    nonfinite: Literal["skip", "stop"] = Field(
+        default="skip",
+        description="a loss or gradient that is NaN or infinite: skip the step, or stop the run",
+    )
+    spike: Annotated[float, Field(gt=1.0)] | None = Field(
+        default=None,
+        description="a loss above this many times the median of the last 20 is a spike; null = off",
+    )
+    on_spike: Literal["report", "stop"] = Field(default="report", description="what a spike does")
+    replicas_every: CountOrOff = Field(
+        default=0, description="steps between comparisons of the replicas' parameter hashes; 0 = never"
+    )
+    straggler: Annotated[float, Field(gt=1.0)] | None = Field(
+        default=None, description="a rank this many times slower than the median rank is named; null = off"
+    )
+    heartbeat_s: NotNegative = Field(
+        default=30.0,
+        description="seconds between the signs of life of each rank (heartbeat/rank-N.json); 0 = none",
+    )
 
 
 class ProfileSection(Section):
@@ -154,6 +195,7 @@ class RunFile(Section):
         default="auto", description='layout text such as "dp=2,zero=3", or auto (the planner chooses)'
     )
     run: RunSection
+    guards: GuardsSection = GuardsSection()
     profile: ProfileSection = ProfileSection()
     cluster: Name | None = Field(
         default=None,

@@ -149,6 +149,15 @@ def become_local_rank(*, debug: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
+def deterministic_environment(*, set_it: bool = False) -> dict[str, str]:
+    """Return (and, if asked, set) what cuBLAS and NCCL read for themselves so that their results repeat bit for bit."""
+    wanted = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+    if set_it:
+        for name, value in wanted.items():
+            os.environ.setdefault(name, value)
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
 def check_world_size(planned: int, found: int) -> list[Problem]:
     """Return E501 unless as many ranks run as the plan needs."""
     if planned == found:

@@ -20,6 +20,7 @@ import struct
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,6 +53,8 @@ TERM_S = 1.0
 MEETING_S = 60.0
 """Ranks of one machine must have met after this long."""
 _POSITION_BYTES = 4096
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+"""The signals that a job may hand on to its ranks."""
 
 
 class _Stopped(Exception):
@@ -88,6 +91,7 @@ def run_local(
     master_port: int = 0,
     preload: Sequence[str] = (),
     threads: int = 1,
+    stop_grace_s: float | None = None,
 ) -> list[Any]:
     """Return ``worker(facts, payload)`` of every rank, by rank; under torchrun, of this rank only.
 
@@ -108,6 +112,8 @@ def run_local(
         preload: modules to import before forking, so that each rank need not.
         threads: of torch, in each rank. More than one needs spawned ranks, which start in seconds, not in tenths:
             a forked process waits for ever in its first parallel region if its parent has had one.
+        stop_grace_s: hand SIGTERM and SIGUSR1 on to the ranks, whose worker takes them; ranks that have not returned
+            this long after SIGTERM are ended. None: SIGTERM ends the ranks at once.
 
     Raises:
         MeshwrightError: a rank's own error with its exit code; E510 for any other exception of a rank; E511-E514
@@ -155,7 +161,7 @@ def run_local(
     ]
     failed = True
     try:
-        results = _run_jobs(jobs, spawn, timeout_s, on_line)
+        results = _run_jobs(jobs, spawn, timeout_s, on_line, stop_grace_s)
         failed = False
         return results
     finally:
@@ -225,6 +231,7 @@ def _run_jobs(
     spawn: bool,
     timeout_s: float | None,
     on_line: Callable[[str], None] | None,
+    stop_grace_s: float | None = None,
 ) -> list[Any]:
     context: Any = multiprocessing.get_context("spawn" if spawn else "fork")
     folder = jobs[0].folder
@@ -234,7 +241,14 @@ def _run_jobs(
     tail = _Tail(os.path.join(folder, "stdout"), on_line or _print_line)
     handles: list[RankHandle] = []
     clean = False
-    with _stop_on_sigterm():
+    forward = _Forward(handles, stop_grace_s) if stop_grace_s is not None else None
+
+    def tick() -> None:
+        tail.forward()
+        if forward is not None:
+            forward.check()
+
+    with _stop_on_sigterm() if forward is None else forward.signals():
         try:
             for job in jobs:
                 ours, theirs = context.Pipe()
@@ -245,13 +259,14 @@ def _run_jobs(
                 sys.stdout.flush()
                 sys.stderr.flush()
                 with (
-                    warnings.catch_warnings()
+                    warnings.catch_warnings(),
+                    forward.held() if forward is not None else contextlib.nullcontext(),
                 ):  # Python 3.12 warns of any fork beside a thread; ours are idle
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
                 theirs.close()
                 handles.append(RankHandle(job.rank, process, ours))
-            results, reports = collect(handles, timeout_s=timeout_s, grace_s=GRACE_S, tick=tail.forward)
+            results, reports = collect(handles, timeout_s=timeout_s, grace_s=GRACE_S, tick=tick)
             if not reports:
                 for handle in handles:
                     handle.send("finish")
@@ -291,6 +306,51 @@ def _stop_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class _Forward:
+    """Hands SIGTERM and SIGUSR1 on to the ranks, and counts the time that they have to stop."""
+
+    def __init__(self, handles: Sequence[RankHandle], grace_s: float) -> None:
+        self._handles = handles
+        self._grace_s = grace_s
+        self._until: float | None = None
+        self._owner = os.getpid()
+
+    def check(self) -> None:
+        """Raise _Stopped when the time to stop is over."""
+        if self._until is not None and time.monotonic() >= self._until:
+            raise _Stopped
+
+    def _hand_on(self, number: int, _: object) -> None:
+        if number == signal.SIGTERM:
+            self._until = min(self._until or float("inf"), time.monotonic() + self._grace_s)
+        for handle in list(self._handles):
+            if handle.process.pid is not None and os.getpid() == self._owner:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(handle.process.pid, number)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the two signals back, also in what is started meanwhile: a rank takes them when its worker is ready."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """Take the two signals while the context is open; only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = [(n, signal.signal(n, self._hand_on)) for n in FORWARDED]
+        try:
+            yield
+        finally:
+            for number, handler in before:
+                signal.signal(number, handler)
 
 
 def _rank(connection: Connection, inherited: list[Connection], job: _Job) -> None:

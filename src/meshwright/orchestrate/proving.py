@@ -223,6 +223,7 @@ def prove_command(
     valid: str = "unequal",
     ladder: bool = False,
     resume: bool = False,
+    resume_layout: str | None = None,
     json_output: bool = False,
     out: str | None = None,
     show: Show | None = None,
@@ -234,15 +235,9 @@ def prove_command(
     """
     show = show or (lambda line: None)
     problems = contract.missing()
-    if resume:
-        problems.append(
-            problem(
-                "E900",
-                where="--resume",
-                found="the proof of a resumed run is not built yet",
-                do="leave --resume out; meshwright checkpoint verify checks what a resumed run reads",
-            )
-        )
+    if resume and ladder:
+        found, do = "--resume with --ladder", "prove them one after the other"
+        problems.append(problem("E864", where="meshwright prove", found=found, do=do))
     refuse(problems)
     assert model is not None or run is not None
     target = model if model is not None else run.model.config  # pyright: ignore[reportOptionalMemberAccess]
@@ -264,21 +259,48 @@ def prove_command(
         "show": show,
     }
 
-    def prove(layout: Layout, simulated: bool = False) -> dict[str, Any]:
+    def plan_for(layout: Layout, batch: int | None, simulated: bool = False) -> Plan:
         plan = proof_plan(
-            spec, layout, model_path=target, seq_len=length, global_batch=global_batch, freeze=patterns
+            spec, layout, model_path=target, seq_len=length, global_batch=batch, freeze=patterns
         )
         if torchrun_facts() is None and not simulated:
             refuse(check_local_ranks(plan.world_size, os.cpu_count() or 1), ExitCode.ENVIRONMENT)
+        return plan
+
+    def prove(layout: Layout, simulated: bool = False) -> dict[str, Any]:
+        plan = plan_for(layout, global_batch, simulated)
         return run_proof(plan, spec, simulated=simulated, **settings)
 
-    if ladder:
+    if resume:
+        result = _prove_resume(
+            wanted, resume_layout, plan_for, spec, settings | {"global_batch": global_batch}
+        )
+    elif ladder:
         result = climb(wanted, lambda rung: prove(rung.layout, rung.simulated), show)
     else:
         result = prove(wanted)
     if out is not None:
         write_json(out, result)
     return result
+
+
+def _prove_resume(
+    layout: Layout,
+    other: str | None,
+    plan_for: Callable[[Layout, int | None], Plan],
+    spec: ModelSpec,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the verdict of a run that is killed under ``layout`` and goes on under ``other`` (None: the same)."""
+    from meshwright.orchestrate.proving_resume import prove_resume
+
+    plan = plan_for(layout, settings.pop("global_batch"))
+    resumed = plan
+    if other is not None:
+        target = replace(parse_layout(other), precision=layout.precision)
+        resumed = plan_for(target, plan.batch.global_batch)
+    settings.pop("valid")
+    return prove_resume(plan, resumed, spec, **settings)
 
 
 def write_json(path: str | Path, value: Any) -> None:

@@ -18,7 +18,6 @@ import torch
 import meshwright
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
 from meshwright.base.records import Measurement, RankRecord, TimeSeconds, errors_pct
-from meshwright.checkpoint.load import latest_checkpoint
 from meshwright.cluster.load import cluster_from_probe, read_cluster
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.predict import predict
@@ -35,6 +34,7 @@ from meshwright.model.read_hf import read_model
 from meshwright.model.spec import ModelSpec
 from meshwright.orchestrate.machine import machine_probe
 from meshwright.orchestrate.proving import write_json
+from meshwright.orchestrate.session import checkpoint_to_resume, note_end
 from meshwright.parallel.build import build_model, config_problems
 from meshwright.program.make import check_frozen, make_plan
 from meshwright.program.plan import Plan
@@ -43,6 +43,7 @@ from meshwright.schedule.text import parse_schedule
 from meshwright.search.search import SearchResult, search
 from meshwright.train.data import check_samples, prepare_tokens
 from meshwright.train.data.corpus import open_corpus
+from meshwright.train.deterministic import deterministic_settings
 from meshwright.train.loop import RankSummary, TrainTask, train_rank
 from meshwright.train.weights import load_pretrained
 
@@ -367,12 +368,8 @@ def _train(
     stop_at = min(stop_at_step or run.run.steps, run.run.steps)
     resume_from: Path | None = None
     if resume:
-        resume_from, skipped = latest_checkpoint(folder / "checkpoints")
-        for reason in skipped:
-            show(f"checkpoint passed over: {reason}")
-        if resume_from is None:
-            raise MeshwrightError(problem("E542", where=str(folder), found="it has no complete checkpoint"))
-        refuse(_nothing_left(resume_from, stop_at))
+        resume_from = checkpoint_to_resume(folder, show)
+        refuse(_nothing_left(resume_from, stop_at) if resume_from is not None else [])
     asked = config_problems(plan.model_config)
     refuse(asked)
     for note in (*ready.warnings, *asked, *_beyond_horizon(stop_at_step, run.run.steps)):
@@ -410,6 +407,7 @@ def _train(
         "prediction": plan.prediction.as_dict() if plan.prediction else None,
         "measurement": None,
         "errors_pct": None,
+        "deterministic": deterministic_settings() if run.run.deterministic else None,
     }
     before = _records(folder) if resume else {}
     if writes:
@@ -443,6 +441,7 @@ def _train(
             on_line=show,
             log_dir=folder / "logs",
             preload=("transformers",),
+            stop_grace_s=run.run.grace_s,
         )
     except MeshwrightError as error:
         if writes and error.exit_code == ExitCode.BAD_INPUT:
@@ -464,9 +463,12 @@ def _train(
     }
     if writes:
         write_json(folder / "run.json", record)
+        if note_end(folder, first, stop_at):
+            show(f"stopped after step {first.steps} ({first.stopped}); --resume goes on from there")
     return {
         "run_dir": str(folder),
         "steps": first.steps,
+        "stopped": first.stopped or None,
         "final_loss": first.final_loss,
         "eval_loss": first.eval_loss,
         "first_eval_loss": first.first_eval_loss,

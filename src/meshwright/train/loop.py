@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -14,26 +12,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.base.axes import WORLD
-from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
+from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.base.records import MemoryBytes
-from meshwright.checkpoint.load import load_checkpoint
 from meshwright.checkpoint.pieces import in_pieces
-from meshwright.checkpoint.save import save_checkpoint
 from meshwright.checkpoint.state import Place
 from meshwright.mesh.device_mesh import build_mesh
 from meshwright.mesh.env import RankFacts
-from meshwright.model.spec import ModelSpec
 from meshwright.parallel.apply import ParallelModel, apply_plan, needs_tied_group
 from meshwright.parallel.placement import check_placement
 from meshwright.parallel.tied import local
-from meshwright.program.plan import Plan
-from meshwright.train.data import TokenData, eval_batches, rank_batch
+from meshwright.train.data import eval_batches, rank_batch
+from meshwright.train.deterministic import deterministic
+from meshwright.train.guards import (
+    Heartbeat,
+    Spikes,
+    Stragglers,
+    drift_problem,
+    drifted,
+    locate,
+    nonfinite_problem,
+    spike_problem,
+)
+from meshwright.train.keep import RESUMED, Keeper, check_resumed
 from meshwright.train.memory import resting_bytes, watch_step
 from meshwright.train.metrics import RunLog
 from meshwright.train.optim import Rate, build_optimizer
+from meshwright.train.randomness import StepRandom
 from meshwright.train.scale import LossScale, loss_scale_for
 from meshwright.train.step import StepResult, sum_over_world, train_step
+from meshwright.train.stop import TIME, Watch
+from meshwright.train.task import RankSummary, TrainTask
+
+__all__ = ["RESUMED", "RankSummary", "TrainTask", "check_resumed", "evaluate", "train_rank"]
 
 MEMORY_STEP = 3
 """The step of a run whose live bytes are traced: optimizer state exists and nothing is first any more."""
@@ -43,162 +53,236 @@ MAX_SKIPS = 5
 
 MAX_SKIPS_FP16 = 20
 
-RESUMED = ("step", "seed", "seq_len", "loss_scale", "data_position", "data_hash", "plan_hash")
-"""What a checkpoint's ``extra`` holds beside tensors; the learning rate is a function of the step alone."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainTask:
-    """What every rank of a training run is given.
-
-    Attributes:
-        run: the resolved run file.
-        data: the corpus as tokens.
-        weights: pretrained weights by logical name, or None for fresh ones drawn from the seed.
-        stop_at: last global step of this session (the rate's horizon stays ``run.run.steps``).
-        resume_from: checkpoint to start from, or None.
-        manifest: facts that a checkpoint's manifest keeps (plan, versions).
-    """
-
-    run: Any
-    plan: Plan
-    spec: ModelSpec
-    data: TokenData
-    run_dir: Path
-    stop_at: int
-    resume_from: Path | None = None
-    weights: Mapping[str, Tensor] | None = None
-    manifest: dict[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSummary:
-    """What one rank measured over its run."""
-
-    rank: int
-    stage: int
-    memory: MemoryBytes
-    step_times_s: list[float]
-    phases_s: dict[str, float]
-    steps: int
-    final_loss: float
-    eval_loss: float | None
-    first_eval_loss: float | None
-    placement: dict[str, Any]
-
 
 def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
     """Train this rank's part of the plan up to ``task.stop_at``; return what every rank measured, on each.
 
     Raises:
-        MeshwrightError: E540 placement, E544/E545 non-finite steps, E548 a parameter without gradient.
+        MeshwrightError: E540 placement, E544/E545/E570 non-finite steps, E548 a parameter without gradient, E571
+            replicas that differ, E572 a loss spike, and those of checkpoints.
     """
-    plan, run, spec = task.plan, task.run, task.spec
-    device_type = facts.device.partition(":")[0]
-    view = build_mesh(plan.layout, facts.rank, device_type, tied=needs_tied_group(plan, spec))
-    facts.at(coordinates=" ".join(f"{a}={c}" for a, c in view.coords.items()), step=0, action="build")
-    model = apply_plan(
-        plan,
-        spec,
-        view,
-        seed=run.run.seed,
-        weights=task.weights,
-        on_action=lambda action: facts.at(action=action),
-    )
-    placement = check_placement(spec, view, model.params, model.stage_of)
-    check_replicas(model)
-    optimizer = build_optimizer(model.trainable(), model.decays, run.optimizer)
-    rate = Rate(
-        name=run.schedule.name,
-        peak=run.optimizer.lr,
-        warmup_steps=run.schedule.warmup_steps,
-        total_steps=run.run.steps,
-        min_ratio=run.schedule.min_lr_ratio,
-    )
-    scale = loss_scale_for(plan.layout.precision)
-    log = RunLog(task.run_dir, writes=facts.rank == 0, total_steps=task.stop_at)
-    done = 0
-    if task.resume_from is not None:
-        done = _resume(task, model, optimizer, scale)
-    log.event("start", step=done, plan_hash=plan.hash, world_size=plan.world_size)
-    started = time.monotonic()
-    memory = MemoryBytes(**resting_bytes(model, optimizer))
-    times: list[float] = []
-    phases: dict[str, list[float]] = {}
-    final_loss, eval_loss, first_eval = math.nan, None, None
-    if run.run.eval_every and done == 0:
-        first_eval = eval_loss = evaluate(model, task)
-        log.event("eval", step=0, eval_loss=first_eval)
-    step, covered, empty_in_row = done, False, 0
-    while step < task.stop_at:
-        step += 1
-        facts.at(step=step, action="data")
+    watch = Watch(facts.rank, task.run.run.max_minutes, time.monotonic())
+    with watch.signals(), deterministic(task.run.run.deterministic):
+        mine = _Session(facts, task, watch).run()
+        everyone: list[Any] = [mine]
+        if task.plan.world_size > 1:
+            everyone = [None] * task.plan.world_size
+            dist.all_gather_object(everyone, mine)
+        return everyone
+
+
+class _Session:
+    """One rank from building the model to the last checkpoint."""
+
+    def __init__(self, facts: RankFacts, task: TrainTask, watch: Watch) -> None:
+        plan, run, spec = task.plan, task.run, task.spec
+        self.facts, self.task, self.watch = facts, task, watch
+        view = build_mesh(
+            plan.layout, facts.rank, facts.device.partition(":")[0], tied=needs_tied_group(plan, spec)
+        )
+        self.random = StepRandom(run.run.seed, plan.layout.dp, view.dp_rank, (view.coords.get("cp", 0),))
+        facts.at(coordinates=" ".join(f"{a}={c}" for a, c in view.coords.items()), step=0, action="build")
+        self.model = apply_plan(
+            plan, spec, view, seed=run.run.seed, weights=task.weights, on_action=self._on_action
+        )
+        self.random.attach(self.model)
+        self.placement = check_placement(spec, view, self.model.params, self.model.stage_of)
+        check_replicas(self.model)
+        self.optimizer = build_optimizer(self.model.trainable(), self.model.decays, run.optimizer)
+        self.rate = Rate(
+            name=run.schedule.name,
+            peak=run.optimizer.lr,
+            warmup_steps=run.schedule.warmup_steps,
+            total_steps=run.run.steps,
+            min_ratio=run.schedule.min_lr_ratio,
+        )
+        self.scale = loss_scale_for(plan.layout.precision)
+        self.log = RunLog(task.run_dir, writes=facts.rank == 0, total_steps=task.stop_at)
+        self.keeper = Keeper(
+            task=task,
+            rank=facts.rank,
+            params=self.model.params,
+            optimizer=self.optimizer,
+            tied=_tied_names(task, self.model),
+            place=_placing(self.model),
+            scale=self.scale,
+            rate=self.rate,
+        )
+        self.spikes = Spikes(run.guards.spike)
+        self.stragglers = Stragglers(run.guards.straggler)
+        self.heart = Heartbeat(task.run_dir, facts.rank, run.guards.heartbeat_s)
+        self.memory = MemoryBytes(**resting_bytes(self.model, self.optimizer))
+        self.times: list[float] = []
+        self.phases: dict[str, list[float]] = {}
+        self.covered, self.empty_in_row = False, 0
+        self.done = self._resume() if task.resume_from is not None else 0
+        self.final_loss, self.eval_loss, self.first_eval = math.nan, None, None
+
+    def _on_action(self, action: str) -> None:
+        self.facts.at(action=action)
+        self.random.at(action)
+
+    def _resume(self) -> int:
+        done, extra = self.keeper.resume()
+        if extra["schedule"] != asdict(self.rate):
+            self.log.event("schedule changed", step=done, saved=extra["schedule"], now=asdict(self.rate))
+        return done
+
+    def run(self) -> RankSummary:
+        """Train; return what this rank measured."""
+        task, run = self.task, self.task.run.run
+        self.log.event("start", step=self.done, plan_hash=task.plan.hash, world_size=task.plan.world_size)
+        if run.eval_every and self.done == 0:
+            self.first_eval = self.eval_loss = evaluate(self.model, task)
+            self.keeper.best.update(0, self.first_eval)
+            self.log.event("eval", step=0, eval_loss=self.first_eval)
+        step, stopped = self.done, ""
+        while step < task.stop_at and not stopped:
+            stopped = self._step(step + 1)
+            step += not stopped
+        if stopped:
+            minutes = task.run.run.max_minutes
+            self.log.event(
+                "time limit" if stopped == TIME else "stopped", step=step, why=stopped, minutes=minutes
+            )
+            self.facts.at(action="checkpoint")
+            self.keeper.save(step, self.eval_loss if self._evaluated == step else None, wait=True)
+            self._tell_saves()
+        self.log.event("end", step=step, loss=self.final_loss)
+        self.log.close()
+        return RankSummary(
+            rank=self.facts.rank,
+            stage=self.model.view.pp_rank,
+            memory=self.memory,
+            step_times_s=self.times,
+            phases_s={name: median(values) for name, values in self.phases.items()},
+            steps=step,
+            final_loss=self.final_loss,
+            eval_loss=self.eval_loss,
+            first_eval_loss=self.first_eval,
+            placement=self.placement,
+            stopped=stopped,
+        )
+
+    _evaluated = -1
+
+    def _step(self, step: int) -> str:
+        """Do update ``step`` with what belongs to it; return "", or why the run stops before it."""
+        self.facts.at(step=step, action="data")
+        self.heart.beat(step, "data")
         begin = time.perf_counter()
-        inputs, labels = _batch(task, model, step)
+        inputs, labels = _batch(self.task, self.model, step)
         data_s = time.perf_counter() - begin
+        traced = step == self.done + MEMORY_STEP or (
+            step == self.task.stop_at and step < self.done + MEMORY_STEP
+        )
+        result = self._update(step, inputs, labels, traced)
+        while result.asked:
+            asked = self.watch.agree(self.model.view)
+            if asked.stop:
+                return asked.stop
+            if asked.save:
+                self._save(step - 1, wait=True)
+            result = self._update(step, inputs, labels, traced)
+        elapsed = time.perf_counter() - begin
+        self.empty_in_row = self.empty_in_row + 1 if result.valid_tokens == 0 else 0
+        if result.valid_tokens and not self.covered:
+            _check_coverage(self.model)
+            self.covered = True
+        self._guard(step, result, inputs, labels, data_s)
+        if (
+            not traced and step > self.done + 1
+        ):  # the first step warms up, the traced one is slowed by tracing
+            self.times.append(elapsed)
+            for name, seconds in (result.phases_s | {"data": data_s}).items():
+                self.phases.setdefault(name, []).append(seconds)
+        self.final_loss = result.loss
+        record = _record(step, result, self.model, self.optimizer, elapsed, data_s, self.memory)
+        self._after(step, record)
+        return ""
+
+    def _update(self, step: int, inputs: Tensor, labels: Tensor, traced: bool) -> StepResult:
+        self.random.begin(step)
         arguments: dict[str, Any] = {
             "step": step,
-            "rate": rate,
-            "max_norm": run.clip.max_norm,
-            "scale": scale,
+            "rate": self.rate,
+            "max_norm": self.task.run.clip.max_norm,
+            "scale": self.scale,
+            "ask": self.watch.asks,
         }
-        traced = step == done + MEMORY_STEP or (step == task.stop_at and step < done + MEMORY_STEP)
-        if traced:
-            with watch_step(model, optimizer, (inputs, labels)) as counter:
-                result = train_step(model, optimizer, inputs, labels, **arguments)
-            memory = counter.memory()
-        else:
-            result = train_step(model, optimizer, inputs, labels, **arguments)
-        elapsed = time.perf_counter() - begin
-        empty_in_row = empty_in_row + 1 if result.valid_tokens == 0 else 0
-        if result.valid_tokens and not covered:
-            _check_coverage(model)
-            covered = True
-        _judge(result, scale, model, step, empty_in_row)
-        if not traced and step > done + 1:  # the first step warms up, the traced one is slowed by tracing
-            times.append(elapsed)
-            for name, seconds in (result.phases_s | {"data": data_s}).items():
-                phases.setdefault(name, []).append(seconds)
-        final_loss = result.loss
-        record = _record(step, result, model, optimizer, elapsed, data_s, memory)
+        if not traced:
+            return train_step(self.model, self.optimizer, inputs, labels, **arguments)
+        with watch_step(self.model, self.optimizer, (inputs, labels)) as counter:
+            result = train_step(self.model, self.optimizer, inputs, labels, **arguments)
+        if not result.asked:
+            self.memory = counter.memory()
+        return result
+
+    def _guard(self, step: int, result: StepResult, inputs: Tensor, labels: Tensor, data_s: float) -> None:
+        """Judge the step by its numbers, and the ranks by theirs."""
+        guards = self.task.run.guards
         if result.skipped:
-            log.event("skip", step=step, why=result.skipped, code="W540" if result.valid_tokens else "W541")
-        last = step == task.stop_at
-        if (run.run.eval_every and step % run.run.eval_every == 0) or last:
-            facts.at(action="evaluate")
-            eval_loss = evaluate(model, task)
-            if eval_loss is not None:
-                record["eval_loss"] = eval_loss
-                log.event("eval", step=step, eval_loss=eval_loss)
-        log.step(record)
-        if not last and _out_of_time(run.run.max_minutes, started, model):
-            log.event("time limit", step=step, minutes=run.run.max_minutes)
-            last = True
-        if (run.run.checkpoint_every and step % run.run.checkpoint_every == 0) or last:
-            facts.at(action="checkpoint")
-            _save(task, model, optimizer, scale, step, facts.rank)
-            log.event("checkpoint", step=step)
-        if last:
-            break
-    log.event("end", step=step, loss=final_loss)
-    log.close()
-    mine = RankSummary(
-        rank=facts.rank,
-        stage=view.pp_rank,
-        memory=memory,
-        step_times_s=times,
-        phases_s={name: median(values) for name, values in phases.items()},
-        steps=step,
-        final_loss=final_loss,
-        eval_loss=eval_loss,
-        first_eval_loss=first_eval,
-        placement=placement,
-    )
-    everyone: list[Any] = [mine]
-    if plan.world_size > 1:
-        everyone = [None] * plan.world_size
-        dist.all_gather_object(everyone, mine)
-    return everyone
+            code = "W540" if result.valid_tokens else "W541"
+            self.log.event("skip", step=step, why=result.skipped, code=code)
+        if result.skipped and result.valid_tokens and (guards.nonfinite == "stop" or not self.scale.dynamic):
+
+            def again() -> None:
+                self.random.begin(step)
+                self.model.zero_grad()
+                self.model.forward_backward(inputs, labels, result.loss_scale / result.valid_tokens)
+                self.model.finish_gradients()
+
+            found = locate(self.model, again)
+            texts = [f.text() for f in found]
+            self.log.event("not finite", step=step, loss=result.loss, first=texts[:1], also=texts[1:])
+            if guards.nonfinite == "stop":
+                raise MeshwrightError(nonfinite_problem(step, found, f"loss {result.loss:g}"), ExitCode.NO)
+            _judge(result, self.scale, step, self.empty_in_row, texts[:1])
+        else:
+            _judge(result, self.scale, step, self.empty_in_row, [])
+        usual = self.spikes.check(result.loss)
+        if usual is not None:
+            self.log.event("loss spike", step=step, loss=result.loss, usual=usual, code="W544")
+            if guards.on_spike == "stop":
+                raise MeshwrightError(spike_problem(step, result.loss, usual), ExitCode.NO)
+        if guards.replicas_every and step % guards.replicas_every == 0:
+            self.facts.at(action="compare replicas")
+            apart = drifted(self.model, self.keeper.place)
+            if apart:
+                raise MeshwrightError(drift_problem(step, apart), ExitCode.NO)
+        self.stragglers.note(data_s + result.phases_s.get("forward_backward", 0.0))
+        for rank, times in self.stragglers.check(self.model):
+            self.log.event("straggler", step=step, rank=rank, times_slower=times, code="W545")
+
+    def _after(self, step: int, record: dict[str, Any]) -> None:
+        """Evaluate, write the step down, save."""
+        run = self.task.run.run
+        last = step == self.task.stop_at
+        saves = last or bool(run.checkpoint_every and step % run.checkpoint_every == 0)
+        if last or (run.eval_every and step % run.eval_every == 0) or (saves and run.keep_best):
+            self.facts.at(action="evaluate")
+            self.eval_loss = evaluate(self.model, self.task)
+            self._evaluated = step
+            self.keeper.best.update(step, self.eval_loss)
+            if self.eval_loss is not None:
+                record["eval_loss"] = self.eval_loss
+                self.log.event("eval", step=step, eval_loss=self.eval_loss)
+        self.log.step(record)
+        if saves:
+            self._save(step, wait=last)
+        else:
+            self._tell_saves()
+
+    def _save(self, step: int, *, wait: bool) -> None:
+        self.facts.at(action="checkpoint")
+        self.keeper.save(step, self.eval_loss if self._evaluated == step else None, wait=wait)
+        self._tell_saves()
+
+    def _tell_saves(self) -> None:
+        for saved, removed in self.keeper.news():
+            self.log.event("checkpoint", step=saved, stall_s=self.keeper.stall_s)
+            if removed:
+                self.log.event("checkpoints removed", steps=removed)
 
 
 def _batch(task: TrainTask, model: ParallelModel, step: int) -> tuple[Tensor, Tensor]:
@@ -274,7 +358,7 @@ def _record(
     }
 
 
-def _judge(result: StepResult, scale: LossScale, model: ParallelModel, step: int, empty_in_row: int) -> None:
+def _judge(result: StepResult, scale: LossScale, step: int, empty_in_row: int, origin: list[str]) -> None:
     """Stop a run whose steps are empty or not finite; all ranks see the same result and stop alike."""
     if empty_in_row >= MAX_SKIPS:
         raise MeshwrightError(
@@ -286,13 +370,12 @@ def _judge(result: StepResult, scale: LossScale, model: ParallelModel, step: int
     limit = MAX_SKIPS_FP16 if scale.dynamic else MAX_SKIPS
     if result.valid_tokens == 0 or scale.skipped_in_row < limit:
         return
-    bad = [n for n, g in model.gradients().items() if not bool(torch.isfinite(local(g)).all())]
     raise MeshwrightError(
         problem(
             "E544" if scale.dynamic else "E545",
             where=f"step {step}",
-            found=f"{scale.skipped_in_row} steps in a row were not finite; loss scale {scale.value:g}; "
-            f"first tensor on this rank: {bad[0] if bad else 'none (another rank or the loss)'}",
+            found=f"{scale.skipped_in_row} steps in a row were not finite; loss scale {scale.value:g}"
+            + (f"; first: {origin[0]}" if origin else ""),
         ),
         ExitCode.NO,
     )
@@ -334,18 +417,6 @@ def check_replicas(model: ParallelModel) -> None:
         )
 
 
-def _out_of_time(max_minutes: float | None, started: float, model: ParallelModel) -> bool:
-    """Return whether the time limit is over, agreed by all ranks (rank 0's clock counts)."""
-    if max_minutes is None:
-        return False
-    over = time.monotonic() - started >= 60 * max_minutes
-    flag = torch.tensor(int(over and model.view.rank == 0), device=model.view.device)
-    group = model.view.groups.get(WORLD)
-    if group is not None:
-        dist.all_reduce(flag, group=group)
-    return bool(flag.item())
-
-
 def _tied_names(task: TrainTask, model: ParallelModel) -> dict[str, str]:
     return {
         t.name: t.tied_to for t in task.spec.tensors() if t.tied_to is not None and t.name in model.params
@@ -363,87 +434,3 @@ def _placing(model: ParallelModel) -> Place | None:
         return tensor if where is None else in_pieces(tensor, *where)
 
     return place
-
-
-def _save(
-    task: TrainTask,
-    model: ParallelModel,
-    optimizer: torch.optim.Optimizer,
-    scale: LossScale,
-    step: int,
-    rank: int,
-) -> None:
-    save_checkpoint(
-        folder=task.run_dir / "checkpoints",
-        step=step,
-        params=model.params,
-        optimizer=optimizer,
-        tied=_tied_names(task, model),
-        extra={
-            "step": step,
-            "seed": task.run.run.seed,
-            "seq_len": task.plan.batch.seq_len,
-            "loss_scale": {
-                "value": scale.value,
-                "good_steps": scale.good_steps,
-                "skipped_in_row": scale.skipped_in_row,
-            },
-            "data_position": step * task.plan.batch.global_batch,
-            "data_hash": task.data.hash,
-            "plan_hash": task.plan.hash,
-        },
-        manifest=task.manifest,
-        world_size=task.plan.world_size,
-        rank=rank,
-        place=_placing(model),
-    )
-
-
-def check_resumed(extra: Mapping[str, Any], task: TrainTask) -> list[Problem]:
-    """Return what a checkpoint lacks (E556), and where its data would not go on in this run (E551)."""
-    missing = [name for name in RESUMED if name not in extra]
-    if missing:
-        return [
-            problem(
-                "E556",
-                where=str(task.resume_from),
-                found=f"{len(missing)} of {len(RESUMED)} parts are not in it: " + ", ".join(missing),
-            )
-        ]
-    batch, step = task.plan.batch, extra["step"]
-    pairs = [
-        ("data.path", "data", extra["data_hash"], task.data.hash),
-        ("run.seed", "the order of seed", extra["seed"], task.run.run.seed),
-        ("data.seq_len", "sequences of", extra["seq_len"], batch.seq_len),
-        (
-            "batch.sequences",
-            f"after step {step}, position",
-            extra["data_position"],
-            step * batch.global_batch,
-        ),
-    ]
-    return [
-        problem("E551", where=where, found=f"the checkpoint has {what} {saved}, this run {now}")
-        for where, what, saved, now in pairs
-        if saved != now
-    ]
-
-
-def _resume(task: TrainTask, model: ParallelModel, optimizer: torch.optim.Optimizer, scale: LossScale) -> int:
-    """Load the checkpoint into this rank's part; Returns the step it was saved after."""
-    assert task.resume_from is not None
-    extra = load_checkpoint(
-        path=task.resume_from,
-        params=model.params,
-        optimizer=optimizer,
-        tied=_tied_names(task, model),
-        place=_placing(model),
-    )
-    refuse(check_resumed(extra, task))
-    saved = extra["loss_scale"]
-    scale.value, scale.good_steps, scale.skipped_in_row = (
-        saved["value"],
-        saved["good_steps"],
-        saved["skipped_in_row"],
-    )
-    return int(extra["step"])

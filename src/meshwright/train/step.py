@@ -32,7 +32,8 @@ class StepResult:
     """What a step did; the same on every rank.
 
     ``grad_norm`` is before clipping, over logical parameters. ``skipped`` is "" or why nothing was updated.
-    ``phases_s`` are this rank's seconds.
+    ``phases_s`` are this rank's seconds. ``asked`` ranks wanted to be heard: above 0, nothing was computed and the
+    step is still to be done.
     """
 
     loss: float
@@ -42,6 +43,11 @@ class StepResult:
     skipped: str
     loss_scale: float
     phases_s: dict[str, float] = field(default_factory=dict[str, float])
+    asked: int = 0
+
+
+ASK = 1 << 40
+"""What a rank that wants to be heard adds to its count of valid tokens; no step has as many tokens."""
 
 
 def sum_over_world(values: Tensor, model: ParallelModel) -> Tensor:
@@ -63,6 +69,7 @@ def train_step(
     max_norm: float | None,
     scale: LossScale,
     on_gradients: Callable[[ParallelModel], None] | None = None,
+    ask: bool = False,
 ) -> StepResult:
     """Run update ``step`` (counted from 1) on this rank's micro-batches; see the module for its five parts.
 
@@ -76,6 +83,7 @@ def train_step(
         max_norm: clip the gradient norm to this; None clips nothing.
         scale: loss scale, updated in place.
         on_gradients: called with the finished gradients before they are clipped (still times the loss scale).
+        ask: this rank was asked to stop or to save; all ranks learn of it with the count, and none computes.
     """
     marks = [time.perf_counter()]
     lr = rate.rate(step)
@@ -84,8 +92,18 @@ def train_step(
 
     # A batch is counted once: by one rank of the first pipeline rank of each replica of the data.
     mine = (labels_ABT != IGNORE).sum() if model.view.counts_batch else torch.zeros((), dtype=torch.int64)
-    valid = int(sum_over_world(mine.to(model.view.device), model))
+    asked, valid = divmod(int(sum_over_world((mine + ask * ASK).to(model.view.device), model)), ASK)
     marks.append(time.perf_counter())
+    if asked:
+        return StepResult(
+            loss=math.nan,
+            grad_norm=math.nan,
+            lr=lr,
+            valid_tokens=valid,
+            skipped="",
+            loss_scale=scale.value,
+            asked=asked,
+        )
     if valid == 0:
         return StepResult(
             loss=math.nan,

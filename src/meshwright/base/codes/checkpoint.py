@@ -209,4 +209,58 @@ Build it afterwards. State entries must be tensors or plain numbers.""",
         page="""Names and shapes are compared with those of the transformers model of the same config.
 A tied head is not stored: the embedding stands for both, as in files that transformers writes.""",
     ),
+    CodeInfo(
+        code="E570",
+        title="A loss or gradient is not finite",
+        kind="fault",
+        why="guards.nonfinite = stop: a NaN or an infinity ends the run at the step in which it arose",
+        needs="finite losses and gradients",
+        do="look at the named layer and the samples of that step; a smaller rate, or clip.max_norm",
+        page="""The step was computed a second time with every block watched; the message names the rank, the block
+and the micro-batch in which the first value that is not finite arose: a parameter, an output in forward, or a
+gradient in backward.
+With guards.nonfinite = skip (the default) such a step is left out on all ranks and the run goes on, up to five
+in a row; the origin is in events.jsonl as "not finite".""",
+    ),
+    CodeInfo(
+        code="E571",
+        title="Replicas of the parameters differ",
+        kind="fault",
+        why="ranks that hold the same elements must hold the same bits; one that differs trains another model",
+        needs="equal hashes of every replica (guards.replicas_every)",
+        do="resume from the last checkpoint without the named rank's device; test its memory",
+        page="""Every guards.replicas_every steps each rank hashes its parameters, and the ranks that hold the same
+elements compare. The rank that differs from the majority is named; of two replicas both are. A difference without
+an error before it is a fault of a memory or of a link (silent corruption), or of a collective. The run stops before
+the next checkpoint is written.""",
+    ),
+    CodeInfo(
+        code="E572",
+        title="The loss jumped",
+        kind="input",
+        why="guards.on_spike = stop: a loss far above the usual one ends the run",
+        needs="a loss below guards.spike times the median of the last 20",
+        do="resume from an earlier checkpoint with a smaller rate, or with guards.on_spike = report",
+    ),
+    CodeInfo(
+        code="W544",
+        title="The loss jumped",
+        kind="input",
+        why="the loss is above guards.spike times the median of the last 20 steps; the run goes on",
+    ),
+    CodeInfo(
+        code="W545",
+        title="A rank is slower than the others",
+        kind="world",
+        why="every step waits for the slowest rank; its own time (data, forward, backward) is above guards.straggler "
+        "times that of the median rank",
+    ),
+    CodeInfo(
+        code="E573",
+        title="The proof of a resumed run could not be made",
+        kind="fault",
+        why="a comparison of two runs needs both of them, with the same tensors",
+        needs="a run that can be killed and resumed, and one that is not",
+        do="report this with the model's config.json and the layouts",
+    ),
 )
