@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from checkpoint_runs import LLAMA, TIED, Run
+from checkpoint_runs import LLAMA, SGD, TIED, Run
 from meshwright.base.errors import ExitCode, MeshwrightError
-from meshwright.checkpoint import export as export_module
+from meshwright.checkpoint import stream as stream_module
 from meshwright.checkpoint.export import compare_logits, export_command, export_hf
+from meshwright.checkpoint.metadata import read_index, read_tensor
 
 GPT2 = {
     "model_type": "gpt2",
@@ -259,6 +260,71 @@ def test_a_failed_export_leaves_nothing(saved, tmp_path, monkeypatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export_module, "save_file", full)
+    monkeypatch.setattr(stream_module, "_write", full)
     assert code_of(export_hf, checkpoint, tmp_path / "out") == "E703"
     assert list(tmp_path.iterdir()) == []
+
+
+WIDE = LLAMA | {
+    "hidden_size": 256,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 32,
+    "intermediate_size": 768,
+    "vocab_size": 8192,
+}
+SHARD = 8 * 2**20
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the peak of resident memory is not told here"
+)
+@pytest.mark.parametrize("naive", [False, True], ids=["streamed", "naive"])
+def test_a_merge_holds_one_shard_and_one_tensor(tmp_path, naive) -> None:
+    """Memory stays below 1.2 x the largest file + one tensor, at a size where all tensors together would not."""
+    from multiprocessing import get_context
+
+    run = Run(0, WIDE, "precision=fp32", seed=1, optimizer=SGD)
+    run.optimizer.state.clear()
+    checkpoint = run.save(tmp_path / "checkpoints", 1)
+    largest = max(p.numel() * 4 for p in run.model.params.values())
+    whole = sum(p.numel() * 4 for p in run.model.params.values())
+    bound = int(1.2 * SHARD) + largest
+    assert whole > 4 * bound
+    del run
+
+    def merge(results: Any) -> None:
+        import gc
+
+        index = read_index(checkpoint)
+        export_hf(
+            checkpoint, tmp_path / "warm", dtype="bf16", max_shard_bytes=SHARD
+        )  # imports and their memory
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        if naive:
+            held = {k: read_tensor(checkpoint, index, k) for k in index.state_dict_metadata}
+            save_file(held, tmp_path / "all.safetensors")
+        else:
+            export_hf(checkpoint, tmp_path / "out", max_shard_bytes=SHARD)
+        results.put(_status("VmHWM") - before)
+
+    context = get_context("fork")
+    results = context.SimpleQueue()
+    child = context.Process(target=merge, args=(results,))
+    child.start()
+    child.join(120)
+    assert child.exitcode == 0
+    grown = results.get()
+    assert (grown > bound) == naive, (grown, bound)
+    if not naive:
+        sizes = [p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors")]
+        assert len(sizes) > 4
+        assert max(sizes) < SHARD + largest

@@ -13,12 +13,10 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -34,6 +32,7 @@ from meshwright.checkpoint.manifest import (
     sync_folder,
 )
 from meshwright.checkpoint.metadata import read_index, read_tensor
+from meshwright.checkpoint.stream import Row, ShardFiles, rows_of
 from meshwright.model.read_hf import spec_from_config
 from meshwright.model.spec import ModelSpec
 
@@ -68,52 +67,6 @@ _LOGIT_TOLERANCE = {
 """Largest |difference| / largest |logit| that the reloaded model may show: a few roundings of its dtype."""
 
 
-@dataclass
-class _Shards:
-    """Files of at most ``limit`` bytes of tensors, filled in order; memory holds one of them."""
-
-    folder: Path
-    limit: int
-    held: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    places: dict[str, int] = field(default_factory=dict[str, int])
-    count: int = 0
-    bytes: int = 0
-
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            size = tensor.numel() * tensor.element_size()
-            if self.held and self._size() + size > self.limit:
-                self._write()
-            self.held[name] = tensor.contiguous()
-            self.bytes += size
-
-    def _size(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.held.values())
-
-    def _write(self) -> None:
-        self.count += 1
-        self.places |= dict.fromkeys(self.held, self.count)
-        save_file(self.held, self.folder / f"part-{self.count}", metadata={"format": "pt"})
-        self.held = {}
-
-    def finish(self) -> list[str]:
-        """Write what is held, give the files their names, write the index of several; return the names."""
-        if self.held:
-            self._write()
-        if self.count == 1:
-            names = ["model.safetensors"]
-        else:
-            names = [f"model-{k:05d}-of-{self.count:05d}.safetensors" for k in range(1, self.count + 1)]
-            index = {
-                "metadata": {"total_size": self.bytes},
-                "weight_map": {name: names[k - 1] for name, k in sorted(self.places.items())},
-            }
-            _write_json(self.folder / "model.safetensors.index.json", index)
-        for k, name in enumerate(names, 1):
-            (self.folder / f"part-{k}").rename(self.folder / name)
-        return names
-
-
 def export_hf(
     checkpoint: Path,
     out: Path,
@@ -125,7 +78,7 @@ def export_hf(
 
     The folder has config.json with the dtype of the tensors, one or more safetensors files and, when the run's
     tokenizer is still where the manifest says, the tokenizer; it gets its name when everything is written.
-    Memory: one safetensors file, and a few times one block (or the embedding, when that is larger).
+    Memory: one block (or the embedding, when that is larger) in the dtype of the files, and one tensor.
 
     Args:
         checkpoint: a folder ``step-N``.
@@ -151,7 +104,7 @@ def export_hf(
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
-        shards = _Shards(temporary, max_shard_bytes)
+        shards = ShardFiles(temporary, max_shard_bytes, _coming(names, skeleton, kind))
         for block in _blocks(names):
             tensors = {name: read_tensor(checkpoint, index, f"{MODEL}{name}").to(kind) for name in block}
             shards.add(_hub_tensors(skeleton, tensors))
@@ -363,6 +316,14 @@ def _hub_tensors(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[
 
     made: Any = revert_weight_conversion(skeleton, dict(tensors))  # pyright: ignore[reportArgumentType]
     return made
+
+
+def _coming(names: list[str], skeleton: nn.Module, kind: torch.dtype) -> Iterator[Row]:
+    """Yield name, dtype and shape of every tensor that the files will hold, in order, without any data."""
+    shapes = {n: tuple(t.shape) for n, t in skeleton.state_dict().items()}
+    for block in _blocks(names):
+        empty = {n: torch.empty(shapes[n], dtype=kind, device="meta") for n in block}
+        yield from rows_of(_hub_tensors(skeleton, empty))
 
 
 def _copy_tokenizer(manifest: Mapping[str, Any], folder: Path) -> list[str]:

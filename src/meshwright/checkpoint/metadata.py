@@ -11,7 +11,7 @@ import importlib
 import io
 import pickle
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import torch
 from torch import Tensor
@@ -137,17 +137,17 @@ def read_tensor(folder: Path, index: Metadata, key: str) -> Tensor:
     entry = index.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     assert index.storage_data is not None
-    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+    whole: Tensor | None = None
     for chunk in entry.chunks:
         place = index.storage_data[MetadataIndex(key, chunk.offsets)]
         try:
             with (folder / place.relative_path).open("rb") as stream:
-                stream.seek(place.offset)
-                held = io.BytesIO(stream.read(place.length))
-            piece = torch.load(held, map_location="cpu", weights_only=True)
-            if piece.shape != chunk.sizes or piece.dtype != whole.dtype:
+                held: Any = io.BufferedReader(_Range(stream, place.offset, place.length))
+                piece = torch.load(held, map_location="cpu", weights_only=True)
+            if piece.shape != chunk.sizes or piece.dtype != entry.properties.dtype:
                 raise ValueError(
-                    f"a piece is {list(piece.shape)} {piece.dtype}, the index says {list(chunk.sizes)} {whole.dtype}"
+                    f"a piece is {list(piece.shape)} {piece.dtype}, the index says {list(chunk.sizes)} "
+                    f"{entry.properties.dtype}"
                 )
         except Exception as error:  # what torch raises for a broken file is not one class
             raise MeshwrightError(
@@ -157,8 +157,39 @@ def read_tensor(folder: Path, index: Metadata, key: str) -> Tensor:
                     found=f"{key}: {type(error).__name__}: {error}",
                 )
             ) from error
+        if len(entry.chunks) == 1 and piece.shape == entry.size:
+            return piece
+        if whole is None:
+            whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         part = whole
         for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
             part = part.narrow(dim, start, size)
         part.copy_(piece)
-    return whole
+    return torch.empty(entry.size, dtype=entry.properties.dtype) if whole is None else whole
+
+
+class _Range(io.RawIOBase):
+    """``length`` bytes of an open file from ``offset``, read as a file of its own; nothing is held."""
+
+    def __init__(self, stream: IO[bytes], offset: int, length: int) -> None:
+        self._stream, self._offset, self._length, self._at = stream, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._stream.seek(self._offset + self._at)
+        view = memoryview(buffer)[: max(0, self._length - self._at)]
+        count = self._stream.readinto(view)  # pyright: ignore[reportAttributeAccessIssue]
+        self._at += count
+        return count
