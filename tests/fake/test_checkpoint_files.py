@@ -335,4 +335,4 @@ def test_a_piece_of_another_shape_is_not_pasted(checkpoint: Path) -> None:
 def test_every_code_has_its_page() -> None:
     sevens = [c.code for c in CODES if c.code.startswith("E7")]
     assert sevens == [f"E{n}" for n in range(701, 701 + len(sevens))]
-    assert all(c.why and c.needs and c.do and c.page for c in CODES)
+    assert all(c.why and c.needs and c.do and c.page for c in CODES if c.code.startswith("E"))

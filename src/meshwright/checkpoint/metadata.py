@@ -10,13 +10,20 @@ from __future__ import annotations
 import importlib
 import io
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.checkpoint.manifest import METADATA, is_plain_name
@@ -129,43 +136,80 @@ class SafeReader(FileSystemReader):
 def read_tensor(folder: Path, index: Metadata, key: str) -> Tensor:
     """Return the whole tensor ``key``, put together from its pieces on the CPU.
 
-    Holds the tensor and one of its pieces; needs no process group.
+    Holds the tensor, and one of its pieces where it has several; needs no process group.
 
     Raises:
         MeshwrightError: E711 when a piece cannot be read or has another shape than the index says.
     """
     entry = index.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
-    assert index.storage_data is not None
-    whole: Tensor | None = None
+    return read_part(folder, index, key, (0,) * len(entry.size), tuple(entry.size))
+
+
+def read_part(
+    folder: Path, index: Metadata, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> Tensor:
+    """Return the part of tensor ``key`` of ``sizes`` at ``offsets``; holds it and one stored piece.
+
+    Raises:
+        MeshwrightError: E711 when a piece cannot be read or has another shape than the index says.
+    """
+    entry = index.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    part: Tensor | None = None
     for chunk in entry.chunks:
-        place = index.storage_data[MetadataIndex(key, chunk.offsets)]
-        try:
-            with (folder / place.relative_path).open("rb") as stream:
-                held: Any = io.BufferedReader(_Range(stream, place.offset, place.length))
-                piece = torch.load(held, map_location="cpu", weights_only=True)
-            if piece.shape != chunk.sizes or piece.dtype != entry.properties.dtype:
-                raise ValueError(
-                    f"a piece is {list(piece.shape)} {piece.dtype}, the index says {list(chunk.sizes)} "
-                    f"{entry.properties.dtype}"
-                )
-        except Exception as error:  # what torch raises for a broken file is not one class
-            raise MeshwrightError(
-                problem(
-                    "E711",
-                    where=str(folder / place.relative_path),
-                    found=f"{key}: {type(error).__name__}: {error}",
-                )
-            ) from error
-        if len(entry.chunks) == 1 and piece.shape == entry.size:
+        common = overlaps(chunk.offsets, chunk.sizes, offsets, sizes)
+        if common is None:
+            continue
+        piece = _read_piece(folder, index, key, entry, chunk)
+        if tuple(chunk.offsets) == offsets and tuple(chunk.sizes) == sizes:
             return piece
-        if whole is None:
-            whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        part = whole
-        for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            part = part.narrow(dim, start, size)
-        part.copy_(piece)
-    return torch.empty(entry.size, dtype=entry.properties.dtype) if whole is None else whole
+        if part is None:
+            part = torch.empty(sizes, dtype=entry.properties.dtype)
+        to, of = part, piece
+        for dim, (start, size) in enumerate(common):
+            to = to.narrow(dim, start - offsets[dim], size)
+            of = of.narrow(dim, start - chunk.offsets[dim], size)
+        to.copy_(of)
+    return torch.empty(sizes, dtype=entry.properties.dtype) if part is None else part
+
+
+def overlaps(
+    at: Sequence[int], size: Sequence[int], other_at: Sequence[int], other_size: Sequence[int]
+) -> list[tuple[int, int]] | None:
+    """Return (start, size) per dim of what two boxes share, or None when they share nothing."""
+    common: list[tuple[int, int]] = []
+    for a, n, b, m in zip(at, size, other_at, other_size, strict=True):
+        start, end = max(a, b), min(a + n, b + m)
+        if end <= start:
+            return None
+        common.append((start, end - start))
+    return common
+
+
+def _read_piece(
+    folder: Path, index: Metadata, key: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata
+) -> Tensor:
+    assert index.storage_data is not None
+    place = index.storage_data[MetadataIndex(key, chunk.offsets)]
+    try:
+        with (folder / place.relative_path).open("rb") as stream:
+            held: Any = io.BufferedReader(_Range(stream, place.offset, place.length))
+            piece = torch.load(held, map_location="cpu", weights_only=True)
+        if piece.shape != chunk.sizes or piece.dtype != entry.properties.dtype:
+            raise ValueError(
+                f"a piece is {list(piece.shape)} {piece.dtype}, the index says {list(chunk.sizes)} "
+                f"{entry.properties.dtype}"
+            )
+    except Exception as error:  # what torch raises for a broken file is not one class
+        raise MeshwrightError(
+            problem(
+                "E711",
+                where=str(folder / place.relative_path),
+                found=f"{key}: {type(error).__name__}: {error}",
+            )
+        ) from error
+    return piece
 
 
 class _Range(io.RawIOBase):

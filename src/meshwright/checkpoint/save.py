@@ -148,7 +148,7 @@ def write_checkpoint(
         verdict: list[Problem] = []
         if files is not None:
             facts |= {"tied": copies, "step": step, "world_size": ranks.world_size}
-            verdict = _finish(temporary, files, manifest | facts)
+            verdict = finish_checkpoint(temporary, files, manifest | facts)
         ranks.refuse(verdict, ExitCode.ENVIRONMENT)
     except BaseException:
         if ranks.rank == 0:
@@ -250,7 +250,7 @@ def _pieces(index: Metadata) -> dict[str, list[tuple[str, int, int]]]:
     return pieces
 
 
-def _finish(temporary: Path, files: list[StoredFile], facts: dict[str, Any]) -> list[Problem]:
+def finish_checkpoint(temporary: Path, files: list[StoredFile], facts: dict[str, Any]) -> list[Problem]:
     """Check that all files are here, write the manifest and give the folder its name; return what went wrong."""
     folder = temporary.parent
     try:

@@ -1,4 +1,4 @@
-"""``meshwright checkpoint``: look into, verify and export checkpoints."""
+"""``meshwright checkpoint``: look into, verify, export, merge and reshard checkpoints."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.base.errors import ExitCode
-from meshwright.cli.not_built import ANY_ARGUMENTS, refuse_not_built
 from meshwright.cli.options import Json
 from meshwright.cli.output import show_json, table
 
 app = typer.Typer(
-    help="Look into, verify and export checkpoints.", rich_markup_mode=None, no_args_is_help=False
+    help="Look into, verify, export, merge and reshard checkpoints.",
+    rich_markup_mode=None,
+    no_args_is_help=False,
 )
 
 Folder = Annotated[
     str, typer.Argument(metavar="DIR", help="A checkpoint folder, such as RUN_DIR/checkpoints/step-60.")
 ]
+
+DTYPE_HELP = "Cast to fp64, fp32, bf16 or fp16; without it the stored dtype stays."
 
 
 @app.command("inspect")
@@ -69,27 +72,55 @@ def export(
     check_logits: Annotated[
         bool, typer.Option("--check-logits", help="Reload with transformers and compare the logits.")
     ] = False,
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help=DTYPE_HELP)] = None,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint's weights as Hugging Face safetensors."""
     from meshwright.checkpoint.export import export_command
 
-    result = export_command(folder, out, check_logits)
+    result = export_command(folder, out, check_logits, dtype)
     if as_json:
         show_json(result)
     else:
         print(table(("exported to", out), _rows(result)))
 
 
-@app.command(context_settings=ANY_ARGUMENTS)
-def merge(context: typer.Context) -> None:
-    """Merge a checkpoint into Hugging Face safetensors, streamed (not built yet)."""
-    refuse_not_built("meshwright checkpoint merge", "use meshwright checkpoint export DIR --out DIR")
+@app.command()
+def merge(
+    folder: Folder,
+    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Folder to write.", show_default=False)],
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help=DTYPE_HELP)] = None,
+    as_json: Json = False,
+) -> None:
+    """Merge a checkpoint's shards into Hugging Face safetensors, one tensor at a time (the same as export)."""
+    from meshwright.checkpoint.export import export_command
+
+    result = export_command(folder, out, dtype=dtype)
+    if as_json:
+        show_json(result)
+    else:
+        print(table(("merged into", out), _rows(result)))
 
 
-@app.command(context_settings=ANY_ARGUMENTS)
-def reshard(context: typer.Context) -> None:
-    """Rewrite a checkpoint for another layout (not built yet)."""
-    refuse_not_built(
-        "meshwright checkpoint reshard", "use meshwright train --resume --layout L, which reshards on load"
-    )
+@app.command()
+def reshard(
+    folder: Folder,
+    layout: Annotated[
+        str,
+        typer.Option(
+            "--layout", metavar="LAYOUT", help="Layout text, such as dp=2,tp=2.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        str, typer.Option("--out", metavar="DIR", help="Folder that gets step-N.", show_default=False)
+    ],
+    as_json: Json = False,
+) -> None:
+    """Rewrite a checkpoint as another layout would have saved it, and compare every tensor afterwards."""
+    from meshwright.checkpoint.reshard import reshard_command
+
+    result = reshard_command(folder, layout, out)
+    if as_json:
+        show_json(result)
+    else:
+        print(table(("resharded to", str(result["out"])), _rows(result)))

@@ -210,6 +210,16 @@ Build it afterwards. State entries must be tensors or plain numbers.""",
 A tied head is not stored: the embedding stands for both, as in files that transformers writes.""",
     ),
     CodeInfo(
+        code="E720",
+        title="A rewritten checkpoint differs",
+        kind="fault",
+        why="another layout changes which file a piece lies in, never a bit of a tensor",
+        needs="the SHA-256 of every whole tensor as before",
+        do="keep the first checkpoint; test the disk and memory of this machine; report the layout",
+        page="""meshwright checkpoint reshard reads both checkpoints again after writing and compares every tensor, put
+together from its pieces. The first checkpoint is never changed.""",
+    ),
+    CodeInfo(
         code="E570",
         title="A loss or gradient is not finite",
         kind="fault",
@@ -241,6 +251,8 @@ the next checkpoint is written.""",
         why="guards.on_spike = stop: a loss far above the usual one ends the run",
         needs="a loss below guards.spike times the median of the last 20",
         do="resume from an earlier checkpoint with a smaller rate, or with guards.on_spike = report",
+        page="""A spike is not taken into the median, so a loss that stays high is found again at every step. With
+guards.on_spike = report the run goes on and events.jsonl has a "loss spike" for each.""",
     ),
     CodeInfo(
         code="W544",
@@ -262,5 +274,7 @@ the next checkpoint is written.""",
         why="a comparison of two runs needs both of them, with the same tensors",
         needs="a run that can be killed and resumed, and one that is not",
         do="report this with the model's config.json and the layouts",
+        page="""meshwright prove --resume runs N + M steps at once, and again with a SIGKILL of all ranks in step N + 1.
+The message says which of the two did not come to the point where they can be compared.""",
     ),
 )
