@@ -17,6 +17,7 @@ from meshwright.model.read_hf import spec_from_config
 from meshwright.parallel.apply import ParallelModel, apply_plan, full_tensor, needs_tied_group
 from meshwright.program.make import make_plan
 from meshwright.program.plan_file import plan_to_dict
+from meshwright.train.loop import _placing
 from meshwright.train.optim import Rate, build_optimizer
 from meshwright.train.scale import loss_scale_for
 from meshwright.train.step import train_step
@@ -98,15 +99,21 @@ class Run:
             manifest={"plan": plan_to_dict(self.plan), "versions": {"torch": torch.__version__}},
             world_size=self.plan.world_size,
             rank=self.rank,
+            place=_placing(self.model),
         )
 
     def load(self, path: Path, **options: Any) -> dict[str, Any]:
         return load_checkpoint(
-            path=path, params=self.model.params, optimizer=self.optimizer, tied=self.tied, **options
+            path=path,
+            params=self.model.params,
+            optimizer=self.optimizer,
+            tied=self.tied,
+            place=_placing(self.model),
+            **options,
         )
 
     def state(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and optimizer state as whole tensors, by name and entry."""
+        """Return this rank's parameters and optimizer state by name and entry, whole but for the tensor axis."""
         out: dict[str, Tensor] = {}
         for name, parameter in self.model.params.items():
             out[name] = full_tensor(parameter.detach()).clone()

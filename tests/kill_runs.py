@@ -30,6 +30,7 @@ from meshwright.checkpoint.inspect import verify_command
 from meshwright.checkpoint.load import latest_checkpoint
 from meshwright.config.load import load_run
 from meshwright.config.resolve import resolve
+from meshwright.mesh import launch as launch_module
 from meshwright.orchestrate.training import train_command
 from meshwright.train import loop as loop_module
 from meshwright.train import scale as scale_module
@@ -161,13 +162,17 @@ def wait(pid: int) -> int:
 @contextlib.contextmanager
 def planted(kill: Kill | None) -> Iterator[None]:
     """Set what makes a rank of a job that is started now kill itself at the moment of ``kill``."""
-    if kill is None or kill.moment == "any time":
+    if kill is None:
         yield
         return
     with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.object(launch_module, "GRACE_S", 0.2)
+        )  # ranks need not explain themselves
+        stack.enter_context(mock.patch.object(launch_module, "TERM_S", 0.1))
         if kill.moment in STEP_MOMENTS:
             _plant_step(stack, kill)
-        else:
+        elif kill.moment != "any time":
             for module, name, after in {
                 "shards": [(save_module._Writer, "write_data", True)],
                 "hash": [(save_module, "hash_file", False)],

@@ -1,7 +1,8 @@
 """The one fixed order in which a plan becomes a running model on one rank.
 
 build -> freeze -> attention over the context axis -> cut the stages -> cut by the tensor axis -> move -> recompute
--> data parallel (replicate or ZeRO) -> pipeline -> tied pair.
+-> data parallel (replicate or ZeRO) -> pipeline -> tied pair. Where a rank holds a part of the model, "build" describes large
+parameters and the cuts make them, one unit at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.base.axes import TIED
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.layout.context import local_length
+from meshwright.layout.layout import Layout
 from meshwright.layout.precision import PrecisionTable, precision_table
 from meshwright.mesh.device_mesh import MeshView
 from meshwright.model.randomness import draws_alike, drops_probabilities
@@ -26,6 +28,7 @@ from meshwright.model.sharding import tp_copies
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.build import build_model, frozen_names
 from meshwright.parallel.context import ContextAxis, local_batch, use_context
+from meshwright.parallel.deferred import Deferred, deferring
 from meshwright.parallel.dropout import Dropout, place_on_axes, use_dropout
 from meshwright.parallel.loss import IGNORE, chunked_loss_sum
 from meshwright.parallel.pipeline import Pipeline
@@ -265,7 +268,9 @@ def apply_plan(
     """
     layout = plan.layout
     table = precision_table(layout)
-    causal_lm = build_model(plan.model_config, seed=seed, dtype=dtype_of(table.storage), weights=weights)
+    storage = dtype_of(table.storage)
+    with deferring(holds_a_part(layout)) as pending:
+        causal_lm = build_model(plan.model_config, seed=seed, dtype=storage, weights=weights, pending=pending)
     frozen = frozen_names(spec, plan.frozen)
     for name, p in causal_lm.named_parameters():
         p.requires_grad_(name not in frozen)
@@ -273,7 +278,8 @@ def apply_plan(
     context = use_context(causal_lm, spec, view, plan.batch.seq_len) if layout.cp > 1 else None
     schedule = parse_schedule(plan.schedule_text, name=layout.schedule)
     mine = [s for s, r in enumerate(schedule.stage_ranks) if r == view.pp_rank]
-    stages = cut_stages(causal_lm, spec, layout.cut_layers, mine, dtype_of(table.wire))
+    with pending.noting():
+        stages = cut_stages(causal_lm, spec, layout.cut_layers, mine, dtype_of(table.wire))
     del causal_lm
     shapes: dict[str, tuple[int, ...]] = {}
     engines: dict[int, Replicate | Zero] = {}
@@ -293,15 +299,16 @@ def apply_plan(
             halves = any(a.kind is ActionKind.WEIGHT_GRAD for a in schedule.rows[view.pp_rank])
             stage.chunked_loss = partial(chunked_loss_sum, halves=halves)
         if layout.tp > 1:
-            axes.append(shard_tensors(stage, spec, view))
-        stage.to(view.device)
+            axes.append(shard_tensors(stage, spec, view, pending.real))
+        if not _sharded(layout):
+            pending.fill(stage, view.device)
         shapes |= {logical_name(n): tuple(p.shape) for n, p in stage.named_parameters()}
         if not any(p.requires_grad for p in stage.parameters()):
             raise MeshwrightError(
                 problem("E546", where="freeze", found=f"stage {index} has no trainable parameter left")
             )
         recompute_blocks(stage_blocks(stage, spec), layout.recompute, again_in)
-        engines[index] = _data_parallel(stage, spec, view, table)
+        engines[index] = _data_parallel(stage, spec, view, table, pending)
         held = {logical_name(n): p for n, p in stage.named_parameters()}
         params |= held
         stage_of |= dict.fromkeys(held, index)
@@ -353,13 +360,22 @@ def stage_blocks(module: StageModule, spec: ModelSpec) -> list[nn.Module]:
     return list(get_module(module.causal_lm, spec.paths.blocks).children())
 
 
+def holds_a_part(layout: Layout) -> bool:
+    """Return whether a rank of ``layout`` holds less than the whole model, so that it is built part by part."""
+    return layout.ep == 1 and (layout.pp > 1 or layout.tp > 1 or _sharded(layout))
+
+
+def _sharded(layout: Layout) -> bool:
+    return layout.zero >= 1 and layout.shard > 1
+
+
 def _data_parallel(
-    module: StageModule, spec: ModelSpec, view: MeshView, table: PrecisionTable
+    module: StageModule, spec: ModelSpec, view: MeshView, table: PrecisionTable, pending: Deferred
 ) -> Replicate | Zero:
     layout = view.layout
     blocks = stage_blocks(module, spec)
     mesh = view.submesh("dp_replicate", "dp_shard")
-    if layout.zero >= 1 and layout.shard > 1:
+    if _sharded(layout):
         assert mesh is not None
         low = table.gather != table.storage
         return shard(
@@ -369,6 +385,7 @@ def _data_parallel(
             layout.zero,
             param_dtype=dtype_of(table.gather) if low else None,
             reduce_dtype=dtype_of(table.reduce) if low else None,
+            prepare=lambda unit: pending.fill(unit, view.device),
         )
     in_blocks = {id(p) for b in blocks for p in b.parameters()}
     root = [p for p in module.parameters() if p.requires_grad and id(p) not in in_blocks]

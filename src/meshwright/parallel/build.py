@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
 from meshwright.model.spec import ModelSpec
+from meshwright.parallel.deferred import Deferred
 
 
 def config_problems(config: Mapping[str, Any]) -> list[Problem]:
@@ -44,11 +45,13 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     weights: Mapping[str, Tensor] | None = None,
     device: str = "cpu",
+    pending: Deferred | None = None,
 ) -> nn.Module:
     """Return the causal language model of ``config`` with all its layers, initial weights drawn from ``seed``.
 
     The draw happens in float32 on the CPU in module order, so that it does not depend on layout, rank or dtype.
     ``weights`` replace it (every tensor by name, tied heads may be left out). ``device="meta"`` makes shapes only.
+    ``pending``: large parameters are described, not made (see ``parallel.deferred``).
 
     Raises:
         MeshwrightError: E811 when transformers cannot build it, and what ``config_problems`` says.
@@ -76,7 +79,11 @@ def build_model(
             )
         ) from error
     if weights is not None:
-        missing, unexpected = model.load_state_dict(dict(weights), strict=False)
+        if pending is not None and pending.active:
+            names = set(model.state_dict())
+            missing, unexpected = sorted(names - set(weights)), sorted(set(weights) - names)
+        else:
+            missing, unexpected = model.load_state_dict(dict(weights), strict=False)
         tied = set(getattr(model, "_tied_weights_keys", None) or ())
         left = [m for m in missing if m not in tied]
         if left or unexpected:
@@ -91,7 +98,10 @@ def build_model(
                 )
             )
     model.train()
-    return model.to(dtype)
+    model.to(dtype)
+    if weights is not None and pending is not None and pending.active:
+        pending.read_from(model.named_parameters(), weights)
+    return model
 
 
 def _has_experts(config: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ per step. Gradients are summed, never averaged: the loss is divided by the step'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -99,17 +99,23 @@ def shard(
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     average: bool = False,
+    prepare: Callable[[nn.Module], None] | None = None,
 ) -> Zero:
     """Shard ``root`` over ``mesh`` (1-D dp_shard, or 2-D dp_replicate x dp_shard): one unit per block, then the rest.
 
-    ``average`` divides the summed gradients by the number of ranks (a user's own loop that takes the mean per rank).
+    ``prepare`` is called with each unit before it is cut: a block, then ``root`` for the rest. ``average`` divides the
+    summed gradients by the number of ranks (a user's own loop that takes the mean per rank).
 
     Communication: none now; see the module for what a step does.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     reshard = stage == 3
     for block in blocks:
+        if prepare is not None:
+            prepare(block)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    if prepare is not None:
+        prepare(root)
     fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     assert isinstance(root, FSDPModule)
     for module in root.modules():

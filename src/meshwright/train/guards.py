@@ -184,8 +184,8 @@ def checksum(tensor: Tensor) -> int:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     rest = data.numel() % 4
     words = data[: data.numel() - rest].view(torch.int32).to(torch.int64)
-    places = torch.arange(1, 2 * words.numel(), 2, device=words.device, dtype=torch.int64)
-    total = int((words * places * 0x9E3779B97F4A7C1).sum()) if words.numel() else 0
+    places = 2 * torch.arange(words.numel(), device=words.device, dtype=torch.int64) + 1
+    total = int((words * places * 0x9E3779B97F4A7C1).sum())
     return (total + sum(int(b) << (8 * i) for i, b in enumerate(data[data.numel() - rest :]))) % 2**63
 
 
