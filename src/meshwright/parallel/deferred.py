@@ -100,7 +100,7 @@ class Deferred:
                 if storage in self._read:
                     name, dtype = self._read[storage]
                     assert self.weights is not None
-                    return self.weights[name].to(dtype).view(tensor.shape)
+                    return self.weights[name].to(dtype, copy=True).view(tensor.shape)
                 made = self._make(storage, len(self._notes[storage]))
                 return _view(made, _ref(tensor, 0))
         finally:
@@ -154,6 +154,7 @@ class _Notes(TorchDispatchMode):
         super().__init__()
         self._to = held
         self._begins = begins
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -169,9 +170,7 @@ class _Notes(TorchDispatchMode):
         note_args = tree_map(self._refer, tuple(args))
         note_kwargs = tree_map(self._refer, dict(kwargs))
         if state is not None:  # draw as many numbers as the real one would
-            scratch = tree_map(
-                lambda v: torch.empty(v.shape, dtype=v.dtype) if self._is(v) else v, (args, kwargs)
-            )
+            scratch = tree_map(lambda v: self._scratch(v) if self._is(v) else v, (args, kwargs))
             func(*scratch[0], **scratch[1])
         kwargs = {k: torch.device("meta") if isinstance(v, torch.device) else v for k, v in kwargs.items()}
         out = func(*args, **kwargs)
@@ -183,6 +182,17 @@ class _Notes(TorchDispatchMode):
                 if isinstance(tensor, Tensor) and tensor.is_meta and not self._to.knows(tensor):
                     self._new(tensor, _Note(func, note_args, note_kwargs, state, k))
         return out
+
+    def _scratch(self, like: Tensor) -> Tensor:
+        """Return memory to draw into, of the shape of ``like``; the same memory every time.
+
+        Memory that is taken and given back between the small states that are kept would leave holes in the heap.
+        """
+        size = like.numel() * like.element_size()
+        if self._memory.numel() < size:
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = torch.empty(max(size, 1 << 24), dtype=torch.uint8)
+        return self._memory[:size].view(like.dtype).view(like.shape)
 
     def _is(self, value: Any) -> bool:
         return isinstance(value, Tensor) and self._to.knows(value)
