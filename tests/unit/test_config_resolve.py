@@ -101,7 +101,11 @@ def test_layout_mistakes_are_found_with_the_rest() -> None:
     assert "E220" in refused(layout="dp=3")
 
 
-@pytest.mark.parametrize("override", ["run.elastic=true", "run.deterministic=true", "profile.steps=2"])
+def test_keeping_the_best_needs_held_out_text() -> None:
+    assert list(refused("run.keep_best=true", "run.keep_last=2", "data.eval_fraction=0")) == ["E108"]
+
+
+@pytest.mark.parametrize("override", ["run.elastic=true", "profile.steps=2"])
 def test_settings_that_nothing_reads_are_refused(override: str) -> None:
     assert override.split("=")[0] in NOT_HONOURED
     assert list(refused(override)) == ["E901"]

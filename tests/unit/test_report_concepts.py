@@ -20,6 +20,7 @@ from meshwright.schedule.generate import generate
 DOCS = Path(__file__).parents[2] / "docs"
 CONCEPTS = sorted((DOCS / "concepts").glob("*.md"))
 NAMES = (
+    "checkpoints",
     "cost-model",
     "data-parallel",
     "pipeline",
