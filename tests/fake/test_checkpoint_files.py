@@ -25,7 +25,7 @@ from meshwright.base.codes.checkpoint import CODES
 from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.inspect import inspect_command, verify_command
 from meshwright.checkpoint.load import latest_checkpoint, load_checkpoint
-from meshwright.checkpoint.manifest import METADATA, hash_file, step_name
+from meshwright.checkpoint.manifest import METADATA, find_damage, hash_file, step_name
 from meshwright.checkpoint.metadata import read_index, read_tensor
 from meshwright.checkpoint.save import clean, publish, save_checkpoint
 from meshwright.checkpoint.state import create_state, rank_state
@@ -169,6 +169,22 @@ def test_verify_names_the_file_and_the_tensor_of_a_flipped_byte(checkpoint: Path
     assert report["ok"] is False
     assert [d["file"] for d in report["damaged"]] == [entry["file"]]
     assert report["damaged"][0]["tensors"] == ["optimizer/model.norm.weight/exp_avg_sq"]
+
+
+def test_every_flipped_byte_of_a_shard_is_found_by_its_pieces(checkpoint: Path) -> None:
+    """The quick look that loading takes (CRC-32 by piece) covers every byte: the pieces fill the file."""
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    entry = next(f for f in files if f["file"].startswith("__0_"))
+    assert sum(c["length"] for c in entry["chunks"]) == entry["bytes"]
+    assert find_damage(checkpoint, files, quick=True) == []
+    path = checkpoint / entry["file"]
+    content = path.read_bytes()
+    for at in (0, 1, len(content) // 3, len(content) // 2, len(content) - 1):
+        flip(path, at)
+        assert [d.file for d in find_damage(checkpoint, files, quick=True)] == [entry["file"]], at
+        path.write_bytes(content)
+    path.write_bytes(content + b"x")
+    assert len(find_damage(checkpoint, files, quick=True)) == 1
 
 
 def test_verify_names_a_damaged_index(checkpoint: Path) -> None:

@@ -1,7 +1,7 @@
 """Writing a checkpoint: every rank its own shards, aside, then one rename.
 
-Order: agree on a folder -> torch DCP writes the shards and its index, each file brought to the disk -> every
-rank reads back and hashes its own files -> rank 0 writes the manifest -> one rename. A fault on any rank ends
+Order: agree on a folder -> torch DCP writes the shards and its index -> every rank brings its own files to the disk and
+meanwhile reads them back and hashes them -> rank 0 writes the manifest -> one rename. A fault on any rank ends
 the save on all ranks with the same error and leaves the checkpoints that were there.
 """
 
@@ -13,7 +13,8 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def _write_shards(ranks: Ranks, temporary: Path, tensors: dict[str, Tensor]) -> 
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(
                 dict(tensors),
-                storage_writer=_Writer(temporary, sync_files=True, overwrite=False),
+                storage_writer=_Writer(temporary, sync_files=False, overwrite=False),
                 process_group=ranks.group,
                 no_dist=ranks.world_size == 1,
             )
@@ -229,7 +230,11 @@ def _hash_shards(ranks: Ranks, temporary: Path) -> list[StoredFile] | None:
     try:
         pieces = _pieces(read_index(temporary))
         own = sorted(temporary.glob(f"__{ranks.rank}_*"))
-        mine = [hash_file(path, pieces.get(path.name, ())) for path in own]
+        index = [temporary / METADATA] if ranks.rank == 0 else []
+        with ThreadPoolExecutor(1) as pool:  # the disk and the processor at the same time
+            synced = pool.submit(_sync_files, [*own, *index])
+            mine = [hash_file(path, pieces.get(path.name, ())) for path in own]
+            synced.result()
         sync_folder(temporary)
     except MeshwrightError as error:
         found = f"rank {ranks.rank} does not see the index that rank 0 wrote: {error.problems[0].found}"
@@ -240,6 +245,13 @@ def _hash_shards(ranks: Ranks, temporary: Path) -> list[StoredFile] | None:
     ranks.refuse(problems, ExitCode.ENVIRONMENT)
     parts = ranks.gather(mine)
     return None if parts is None else [f for part in parts for f in part]
+
+
+def _sync_files(paths: Sequence[Path]) -> None:
+    """Bring the files to the disk."""
+    for path in paths:
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
 
 
 def _pieces(index: Metadata) -> dict[str, list[tuple[str, int, int]]]:

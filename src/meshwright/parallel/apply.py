@@ -299,7 +299,8 @@ def apply_plan(
             halves = any(a.kind is ActionKind.WEIGHT_GRAD for a in schedule.rows[view.pp_rank])
             stage.chunked_loss = partial(chunked_loss_sum, halves=halves)
         if layout.tp > 1:
-            axes.append(shard_tensors(stage, spec, view, pending.real))
+            with pending.noting():
+                axes.append(shard_tensors(stage, spec, view))
         if not _sharded(layout):
             pending.fill(stage, view.device)
         shapes |= {logical_name(n): tuple(p.shape) for n, p in stage.named_parameters()}

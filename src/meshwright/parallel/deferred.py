@@ -97,18 +97,17 @@ class Deferred:
         try:
             with torch.no_grad():
                 storage = tensor.untyped_storage()._cdata
-                if storage in self._read:
-                    name, dtype = self._read[storage]
-                    assert self.weights is not None
-                    return self.weights[name].to(dtype, copy=True).view(tensor.shape)
-                made = self._make(storage, len(self._notes[storage]))
-                return _view(made, _ref(tensor, 0))
+                return _view(self._make(storage, len(self._notes[storage])), _ref(tensor, 0))
         finally:
             torch.set_rng_state(before)
 
     def _make(self, storage: int, version: int) -> Tensor:
         """Return a flat tensor over ``storage`` after ``version`` operations."""
         flat: Tensor | None = None
+        if storage in self._read:
+            name, dtype = self._read[storage]
+            assert self.weights is not None
+            return self.weights[name].to(dtype, copy=True).reshape(-1)
 
         def given(value: Any) -> Any:
             if not isinstance(value, _Ref):

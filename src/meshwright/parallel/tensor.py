@@ -189,19 +189,8 @@ def joined(axes: Sequence[TensorAxis]) -> TensorAxis:
     return replace(axes[0], sums=tuple(s for axis in axes for s in axis.sums))
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def shard_tensors(
-    module: StageModule,
-    spec: ModelSpec,
-    view: MeshView,
-    real: Callable[[Tensor], Tensor] = _as_it_is,
-) -> TensorAxis:
+def shard_tensors(module: StageModule, spec: ModelSpec, view: MeshView) -> TensorAxis:
     """Cut a whole stage in place to this rank's part on the tensor axis, and make its modules communicate.
-
-    ``real`` gives a parameter that was built without memory its values, one at a time.
 
     Communication: none now; see the module.
     """
@@ -215,7 +204,7 @@ def shard_tensors(
     ]
     tensors = {t.name: t for t in spec.tensors()}
     axis = TensorAxis(group, layout.tp, view.coords["tp"], spec, tensors, tuple(sums))
-    _narrow(module, axis, real)
+    _narrow(module, axis)
     root = module.causal_lm
     if module.is_first:
         _cut_embedding(
@@ -252,12 +241,12 @@ def _chunked_loss(
     return loss_sum(head, hidden, labels_BT, columns)
 
 
-def _narrow(module: nn.Module, axis: TensorAxis, real: Callable[[Tensor], Tensor]) -> None:
+def _narrow(module: nn.Module, axis: TensorAxis) -> None:
     """Replace every parameter by this rank's part; a parameter with two names stays one."""
     new: dict[int, nn.Parameter] = {}
     for name, p in module.named_parameters():
         if rule(axis.tensors[logical_name(name)]).tp_dim is not None:
-            new[id(p)] = nn.Parameter(axis.part(logical_name(name), real(p.detach())), p.requires_grad)
+            new[id(p)] = nn.Parameter(axis.part(logical_name(name), p.detach()), p.requires_grad)
     for owner in module.modules():
         for name, p in owner._parameters.items():
             if p is not None and id(p) in new:
