@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 import traceback
 from collections import Counter
@@ -126,6 +127,7 @@ def start(folder: Path, name: str, layout: str, kill: Kill | None = None, *sets:
         log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        sys.stdout = sys.stderr = os.fdopen(log, "w", buffering=1)  # pytest's own are other files
         run = resolve(load_run(str(folder / "run.yaml"), [f"run.dir={out}", *sets]), layout=layout)
         with planted(kill):
             train_command(run, layout=layout, resume=(out / "run.json").exists())
