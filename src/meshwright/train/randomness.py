@@ -1,9 +1,10 @@
-"""Random numbers of a step (dropout masks) as a function of seed, step, micro-batch and layer; nothing to store.
+"""Torch's own random numbers in a step as a function of seed, step, micro-batch and layer; nothing to store.
 
-Before a micro-batch enters a block, torch's generators are seeded from (run seed, step, micro-batch of the global
-batch, layer). So a resumed run draws what the unbroken one would have drawn, replicas of the data draw different
-masks, and a layout with the same micro-batch size draws the same ones, whatever dp, ZeRO stage, pp and chunks are.
-A block that is recomputed in backward gets the state of its forward back from torch's checkpoint.
+Dropout by modules and in attention has masks of its own (``parallel.dropout``). What a family draws by calling a function
+(OPT's dropout, a router's jitter) comes from torch's generator. Before a micro-batch enters a block of such a model, the
+generator is seeded from (run seed, step, micro-batch of the global batch, layer): a resumed run draws what the unbroken
+one would have drawn, and replicas of the data draw different numbers. A block that is recomputed in backward gets the
+state of its forward back from torch's checkpoint.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from meshwright.model.randomness import layout_dependent
 from meshwright.parallel.apply import ParallelModel
 from meshwright.parallel.stage import get_module
 
-SCHEME: Final = "seed, step, micro-batch, layer (1)"
-"""How masks are drawn, as a checkpoint keeps it; changed when the same numbers would give other masks."""
+SCHEME: Final = "seed, step, row or micro-batch, place (2)"
+"""How random numbers are drawn, as a checkpoint keeps it; changed when the same seed would give other ones."""
 
 _FORWARD = re.compile(r"^\d+F(\d+)$")
 
@@ -32,7 +34,7 @@ def seed_for(*place: int | str) -> int:
 
 
 class StepRandom:
-    """Seeds torch's generators for one rank. Without dropout in the model only once per step.
+    """Seeds torch's generators for one rank: once per step, and by block where the model draws from them.
 
     Args:
         seed: the run's seed.
@@ -61,8 +63,8 @@ class StepRandom:
             self._micro = int(found.group(1)) * self._dp + self._dp_rank
 
     def attach(self, model: ParallelModel) -> None:
-        """Let every block, and the dropout of the embedding, draw from its own seed (a model without dropout: none)."""
-        if not model.spec.dropout:
+        """Seed before every block, and the dropout of the embedding, of a model that uses torch's own generator."""
+        if not layout_dependent(model.spec):
             return
         paths = model.spec.paths
         for stage in model.stages.values():

@@ -106,7 +106,8 @@ An export (meshwright checkpoint export) casts on purpose and writes the dtype i
         do="use another checkpoint, or copy the named file again from where it is whole",
         page="""Every file's SHA-256 and every tensor piece's CRC-32 are in manifest.json.
 meshwright checkpoint verify reads all files and names the damaged file and the tensors in the damaged part.
-Loading checks the CRC-32 of every piece first, exporting the SHA-256 of every file. Damage in .metadata concerns the index of all tensors.
+Loading checks the CRC-32 of every piece first, exporting the SHA-256 of every file.
+Damage in .metadata concerns the index of all tensors.
 Bytes that change on a disk point to the disk, the file system or the memory of the machine that wrote them.""",
     ),
     CodeInfo(
