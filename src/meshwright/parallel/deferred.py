@@ -97,7 +97,8 @@ class Deferred:
         try:
             with torch.no_grad():
                 storage = tensor.untyped_storage()._cdata
-                return _view(self._make(storage, len(self._notes[storage])), _ref(tensor, 0))
+                made = _view(self._make(storage, len(self._notes[storage])), _ref(tensor, 0))
+                return made.clone() if storage in self._read else made
         finally:
             torch.set_rng_state(before)
 
@@ -107,7 +108,7 @@ class Deferred:
         if storage in self._read:
             name, dtype = self._read[storage]
             assert self.weights is not None
-            return self.weights[name].to(dtype, copy=True).reshape(-1)
+            return self.weights[name].to(dtype).reshape(-1)  # pages of the file where the dtype is the same
 
         def given(value: Any) -> Any:
             if not isinstance(value, _Ref):
