@@ -21,6 +21,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 CONCEPTS = sorted((DOCS / "concepts").glob("*.md"))
 NAMES = (
     "checkpoints",
+    "context-parallel",
     "cost-model",
     "data-parallel",
     "pipeline",

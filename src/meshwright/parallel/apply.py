@@ -1,8 +1,8 @@
 """The one fixed order in which a plan becomes a running model on one rank.
 
 build -> freeze -> attention over the context axis -> cut the stages -> cut by the tensor axis -> move -> recompute
--> data parallel (replicate or ZeRO) -> pipeline -> tied pair. Where a rank holds a part of the model, "build" describes large
-parameters and the cuts make them, one unit at a time.
+-> data parallel (replicate or ZeRO) -> pipeline -> tied pair. Where a rank holds a part of the model, "build" describes
+large parameters and the cuts make them, one unit at a time.
 """
 
 from __future__ import annotations
