@@ -42,7 +42,7 @@ def numbers(name: str, row_starts: str) -> list[float]:
 
 
 def test_all_pages_are_there_with_their_parts() -> None:
-    assert [p.stem for p in CONCEPTS] == list(NAMES)
+    assert set(NAMES) <= {p.stem for p in CONCEPTS}
     for page in CONCEPTS:
         content = page.read_text(encoding="utf-8")
         for part in ("**In one line.**", "## Takeaway", "| "):
