@@ -1,0 +1,141 @@
+"""Seconds of a step from terms and coefficients: the closed form that is fitted.
+
+Coefficients are logarithms of factors on a prior; 0 is the prior. Each has a standard deviation, which is how far a
+stack may pull it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from meshwright.cost.backtest.terms import Terms
+from meshwright.cost.collective import Floats
+
+
+@dataclass(frozen=True)
+class Coefficient:
+    """A factor's name, its prior value, and the deviation of its logarithm: over all stacks, and of one stack."""
+
+    name: str
+    prior: float
+    spread: float
+    stack_spread: float
+    what: str
+
+
+COEFFICIENTS: Final[tuple[Coefficient, ...]] = (
+    Coefficient("matmul", 1.06, 0.10, 0.06, "matmul seconds over those at the measured ceiling"),
+    Coefficient("waves", 0.5, 0.5, 0.3, "share of the loss to whole waves of tiles"),
+    Coefficient("moved", 0.6, 0.5, 0.3, "matmul operand bytes over the memory rate, added to FLOPs"),
+    Coefficient("attention_f", 1.0, 0.25, 0.15, "attention forward seconds over the kernel's benchmark"),
+    Coefficient("attention_b", 1.0, 0.25, 0.15, "attention backward seconds over the kernel's benchmark"),
+    Coefficient("scores", 1.2, 0.3, 0.2, "bytes of scores in memory over the memory rate"),
+    Coefficient("elementwise", 1.25, 0.3, 0.2, "elementwise bytes over the memory rate"),
+    Coefficient("loss", 1.3, 0.4, 0.3, "bytes of logits over the memory rate"),
+    Coefficient("grouped", 1.5, 0.3, 0.2, "grouped matmul seconds over those at the ceiling"),
+    Coefficient("eight", 1.05, 0.2, 0.1, "8-bit matmul seconds over those at the 8-bit ceiling"),
+    Coefficient("cast", 1.5, 0.5, 0.3, "bytes of 8-bit casts over the memory rate"),
+    Coefficient("launch", 6e-6, 0.4, 0.3, "seconds to launch one kernel"),
+    Coefficient("inner", 1.35, 0.25, 0.2, "seconds on the link inside a node over its rate"),
+    Coefficient("outer", 1.35, 0.4, 0.3, "seconds on the network over its rate"),
+    Coefficient("call", 2.0e-5, 0.5, 0.3, "seconds of a collective beside its bytes"),
+    Coefficient("hop", 6e-6, 0.7, 0.5, "seconds per hop of a ring over nodes"),
+    Coefficient("tensor", 0.95, 0.3, 0.3, "exposed share of overlapped tensor communication"),
+    Coefficient("exposed", 0.15, 0.7, 0.5, "exposed share of overlapped data-parallel communication"),
+    Coefficient("optimizer", 1.3, 0.4, 0.3, "optimizer bytes over the memory rate"),
+    Coefficient("fixed", 0.010, 0.8, 0.6, "seconds per step outside the model"),
+    Coefficient("straggler", 0.004, 0.6, 0.4, "relative growth per doubling of nodes"),
+    Coefficient("send", 1.2, 0.6, 0.4, "pipeline messages over their link's rate"),
+)
+NAMES: Final = tuple(c.name for c in COEFFICIENTS)
+PRIORS: Final = np.array([c.prior for c in COEFFICIENTS])
+SPREADS: Final = np.array([c.spread for c in COEFFICIENTS])
+STACK_SPREADS: Final = np.array([c.stack_spread for c in COEFFICIENTS])
+
+
+def _limit(seconds: Floats, floor: Floats) -> Floats:
+    """Return the larger of two, rounded at the corner."""
+    return (seconds**6 + floor**6) ** (1.0 / 6.0)
+
+
+def seconds(t: Terms, theta: Floats) -> Floats:
+    """Return [cases] seconds of a step. ``theta`` is [coefficients] or [cases, coefficients], logarithms."""
+    x = PRIORS * np.exp(np.clip(theta, -6.0, 6.0))
+    k = {name: x[..., i] for i, name in enumerate(NAMES)}
+    return _step(t, k)["step"]
+
+
+def _step(t: Terms, k: dict[str, Floats]) -> dict[str, Floats]:
+    mm = t["matmul"] * np.where(t["cast"] > 0, k["eight"] * (1.0 + t["rowwise"]), k["matmul"])
+    mm = mm + t["grouped"] * k["grouped"] + t["waves"] * k["waves"] + t["moved"] * k["moved"]
+    bytes_f = t["elementwise"] * k["elementwise"] + t["scores"] * k["scores"] + t["cast"] * k["cast"]
+    forward = mm + t["attention_f"] * k["attention_f"] + bytes_f
+    trained = 2.0 - t["lora"]
+    backward = trained * mm + t["attention_b"] * k["attention_b"] + 2.0 * bytes_f
+    again = (
+        t["again"] * forward
+        + t["again_attention"] * (t["attention_f"] * k["attention_f"] + t["scores"] * k["scores"])
+        + t["again_matmul"] * mm
+        + np.where(t["again_matmul"] > 0, bytes_f, 0.0)
+    )
+    launch = t["kernels"] * k["launch"]
+    full = (t["again"] > 0.9) * 1.0
+    forward = _limit(forward, launch)
+    backward = _limit(backward + again, (2.0 + full) * launch)
+    # tensor, context and expert communication inside the layers
+    tp = t["tp_in"] * k["inner"] + t["tp_out"] * k["outer"] + t["tp_calls"] * k["call"]
+    tp = tp * np.where(t["overlap_tp"] > 0, 0.5 * k["tensor"], 1.0)
+    cp = t["cp_in"] * k["inner"] + t["cp_out"] * k["outer"] + t["cp_calls"] * k["call"]
+    attention = t["attention_f"] * k["attention_f"]
+    cp_f = np.where(t["overlap_cp"] > 0, np.maximum(0.2 * cp, cp - attention), cp)
+    ep = t["ep_in"] * k["inner"] + t["ep_out"] * k["outer"] + t["ep_calls"] * k["call"]
+    ep = ep * np.where(t["overlap_ep"] > 0, 0.5, 1.0)
+    forward = forward + tp + cp_f + ep
+    backward = backward + tp * (1.0 + t["tp_again"] + t["again"]) + 2.0 * cp_f + ep * (1.0 + t["again"])
+    head_mm = t["head_matmul"] * k["matmul"] + t["head_waves"] * k["waves"] + t["head_moved"] * k["moved"]
+    head_f = head_mm + 0.5 * t["loss"] * k["loss"]
+    head_b = 2.0 * head_mm + 0.5 * t["loss"] * k["loss"]
+    lone = t["stages"] == 1
+    first_f, first_b = t["first"] * forward, t["first"] * backward
+    last_f, last_b = t["last"] * forward + head_f, t["last"] * backward + head_b
+    embed = t["embedding"] * k["elementwise"]
+    first_f, first_b = first_f + embed, first_b + embed
+    first_f = np.where(lone, first_f + head_f, first_f)
+    first_b = np.where(lone, first_b + head_b, first_b)
+    middle_f, middle_b = t["middle"] * forward, t["middle"] * backward
+    # FSDP and ZeRO around each micro-batch
+    sides = ("in", "out", "hops")
+    weight = (k["inner"], k["outer"], k["hop"])
+    gather = sum(t[f"gather_{s}"] * w for s, w in zip(sides, weight, strict=True))
+    reduce = sum(t[f"reduce_{s}"] * w for s, w in zip(sides, weight, strict=True))
+    e = k["exposed"]
+
+    def exposed(comm: Floats, window: Floats, overlapped: Floats) -> Floats:
+        hidden = (1.0 - np.minimum(e, 1.0)) * np.minimum(comm, window)
+        return comm - np.where(overlapped > 0, hidden, 0.0)
+
+    f_wait = exposed(t["gathers_forward"] * gather, first_f, t["overlap_gather"])
+    each = t["gathers_backward"] * gather + t["reduces_each"] * reduce
+    b_wait = exposed(each, first_b, t["overlap_grad"])
+    once = (1.0 - t["reduces_each"]) * reduce
+    once_wait = exposed(once, np.maximum(first_b - each, 0.0), t["overlap_grad"])
+    once_wait = once_wait + exposed(t["gathers_once"] * gather, first_f, t["overlap_gather"])
+    m, p, v = t["micro_batches"], t["stages"], t["chunks"]
+    firsts = first_f + first_b + f_wait + b_wait
+    lasts = np.where(lone, firsts, last_f + last_b)
+    middles = np.where(p > 2, middle_f + middle_b, 0.0)
+    slowest = np.maximum(np.maximum(firsts, lasts), middles)
+    others = np.where(lone, 0.0, firsts + lasts + np.maximum(p - 2.0, 0.0) * middles - slowest)
+    send = (t["send_in"] * k["inner"] + t["send_out"] * k["outer"]) * k["send"] + np.where(lone, 0.0, k["call"])
+    fill = others / v * t["bubble"] + np.where(lone, 0.0, 2.0 * send * (p - 1.0))
+    steady = np.where(lone, 0.0, 2.0 * send * v * (p - 1.0) / p)
+    steady = steady * np.where(t["overlap_p2p"] > 0, 0.1, 1.0)
+    pipe = m * (slowest + steady) + fill
+    # an optimizer kept on the host; the same on the device
+    update = t["optimizer"] * k["optimizer"] + t["host"]
+    total = pipe + once_wait + update + k["fixed"]
+    total = total * (1.0 + k["straggler"] * np.log2(t["nodes"]))
+    return {"step": total, "pipe": pipe, "once": once_wait, "update": update, "slowest": slowest, "fill": fill}
