@@ -274,7 +274,7 @@ def _case(row: Row, needs_measurement: bool) -> Case:
     node = _node(row, gpu, devices)
     family = generation(gpu)
     row_nvlink = n.get("intra_bw") or spec_link(gpu) or INTRA_GB_PER_S.get(family, 32.0)
-    stage, shard = _sharding(text["zero_stage_or_fsdp"], what, dp * degree["cp"])
+    stage, shard = _sharding(text["zero_stage_or_fsdp"], what, dp * degree["cp"], notes)
     step, time_why = _step(row, batch[2], dims["seq_len"], devices)
     memory, memory_why = _memory(row, what)
     if needs_measurement and step is None and memory is None:
@@ -315,7 +315,7 @@ def _case(row: Row, needs_measurement: bool) -> Case:
         intra=row_nvlink * 1e9,
         inter=(n.get("inter_bw") or INTER_GB_PER_S.get(family, 12.5)) * 1e9,
         tp=degree["tp"],
-        sp=degree["tp"] > 1 and n.get("sp", 0) >= 1,
+        sp=degree["tp"] > 1 and n.get("sp", float(what.sequence_parallel)) >= 1,
         pp=degree["pp"],
         vpp=_chunks(row, dims["layers"], degree["pp"], what),
         cp=degree["cp"],
@@ -415,9 +415,12 @@ def _node(row: Row, gpu: str, devices: int) -> int:
     return min(devices, per_node)
 
 
-def _sharding(words: str, what: Ran, ranks: int) -> tuple[int, int]:
+def _sharding(words: str, what: Ran, ranks: int, notes: str) -> tuple[int, int]:
     """Return (stage, ranks that share the state)."""
     low = words.lower()
+    printed = re.search(r"FSDP degree (\d+) printed", notes)
+    if printed and "fsdp" in low:
+        return 3, min(ranks, int(printed.group(1)))
     group = re.search(r"groups of (\d+)", low)
     if "shard_grad_op" in low or "zero-2" in low or "no reshard" in low:
         return 2, ranks

@@ -28,6 +28,8 @@ class Coefficient:
 
 COEFFICIENTS: Final[tuple[Coefficient, ...]] = (
     Coefficient("matmul", 1.06, 0.10, 0.06, "matmul seconds over those at the measured ceiling"),
+    Coefficient("blackwell", 1.15, 0.10, 0.05, "Blackwell's seconds in long runs over those of short benchmarks"),
+    Coefficient("accumulate", 1.2, 0.3, 0.2, "bytes of gradient accumulation over the memory rate"),
     Coefficient("waves", 0.5, 0.5, 0.3, "share of the loss to whole waves of tiles"),
     Coefficient("moved", 0.6, 0.5, 0.3, "matmul operand bytes over the memory rate, added to FLOPs"),
     Coefficient("attention_f", 1.0, 0.25, 0.15, "attention forward seconds over the kernel's benchmark"),
@@ -40,9 +42,9 @@ COEFFICIENTS: Final[tuple[Coefficient, ...]] = (
     Coefficient("cast", 1.5, 0.5, 0.3, "bytes of 8-bit casts over the memory rate"),
     Coefficient("launch", 6e-6, 0.4, 0.3, "seconds to launch one kernel"),
     Coefficient("inner", 1.35, 0.25, 0.2, "seconds on the link inside a node over its rate"),
-    Coefficient("outer", 1.35, 0.4, 0.3, "seconds on the network over its rate"),
+    Coefficient("outer", 1.4, 0.4, 0.3, "seconds on the network over its rate"),
     Coefficient("call", 2.0e-5, 0.5, 0.3, "seconds of a collective beside its bytes"),
-    Coefficient("hop", 6e-6, 0.7, 0.5, "seconds per hop of a ring over nodes"),
+    Coefficient("hop", 3e-6, 0.7, 1.0, "seconds per hop of a ring over nodes"),
     Coefficient("tensor", 0.95, 0.3, 0.3, "exposed share of overlapped tensor communication"),
     Coefficient("exposed", 0.15, 0.7, 0.5, "exposed share of overlapped data-parallel communication"),
     Coefficient("optimizer", 1.3, 0.4, 0.3, "optimizer bytes over the memory rate"),
@@ -69,6 +71,8 @@ def seconds(t: Terms, theta: Floats) -> Floats:
 
 
 def _step(t: Terms, k: dict[str, Floats]) -> dict[str, Floats]:
+    sustained = np.where(t["blackwell"] > 0, k["blackwell"], 1.0)
+    k = {**k, **{name: k[name] * sustained for name in ("matmul", "eight", "grouped", "attention_f", "attention_b")}}
     mm = t["matmul"] * np.where(t["cast"] > 0, k["eight"] * (1.0 + t["rowwise"]), k["matmul"])
     mm = mm + t["grouped"] * k["grouped"] + t["waves"] * k["waves"] + t["moved"] * k["moved"]
     bytes_f = t["elementwise"] * k["elementwise"] + t["scores"] * k["scores"] + t["cast"] * k["cast"]
@@ -102,10 +106,12 @@ def _step(t: Terms, k: dict[str, Floats]) -> dict[str, Floats]:
     first_f, first_b = t["first"] * forward, t["first"] * backward
     last_f, last_b = t["last"] * forward + head_f, t["last"] * backward + head_b
     embed = t["embedding"] * k["elementwise"]
-    first_f, first_b = first_f + embed, first_b + embed
+    adding = t["accumulate"] * k["accumulate"]
+    first_f, first_b = first_f + embed, first_b + embed + adding
+    last_b = last_b + adding
     first_f = np.where(lone, first_f + head_f, first_f)
     first_b = np.where(lone, first_b + head_b, first_b)
-    middle_f, middle_b = t["middle"] * forward, t["middle"] * backward
+    middle_f, middle_b = t["middle"] * forward, t["middle"] * backward + adding
     # FSDP and ZeRO around each micro-batch
     sides = ("in", "out", "hops")
     weight = (k["inner"], k["outer"], k["hop"])

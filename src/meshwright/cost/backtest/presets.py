@@ -85,6 +85,8 @@ class Ran:
     dropout: bool = False
     learned_positions: bool = False
     spare_ends: bool = False
+    sequence_parallel: bool = False
+    compiled: bool = False
     changes_model: bool = False
     moe_drop: bool = False
     fp8: str = ""
@@ -112,8 +114,11 @@ def ran(framework: str, gpu: str, notes: str, compiled: bool) -> Ran:
         if stack["framework"].lower() in framework.lower():
             out = _set(replace(out, name=stack["name"]), stack["set"], kind)
             break
+    for note in _table()["notes"]:
+        if note["contains"] in notes and "compiled" in note["set"]:
+            compiled = True
     if compiled:  # one kernel per chain of elementwise operations
-        out = replace(out, norm="fused", activation="fused", rope="fused", launch=0.6 * out.launch)
+        out = replace(out, norm="fused", activation="fused", rope="fused", launch=0.6 * out.launch, compiled=True)
     for note in _table()["notes"]:
         if note["contains"] in notes:
             out = _set(out, note["set"], kind)

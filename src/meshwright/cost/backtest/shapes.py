@@ -66,8 +66,8 @@ def moe_gemms(c: Case) -> list[Gemm]:
 
 
 def head_gemm(c: Case) -> Gemm:
-    """Return the product with the language-model head."""
-    return Gemm(c.tokens, float(c.hidden), c.vocab / (c.tp if c.ran.logits_split else 1))
+    """Return the product with the language-model head, whose columns the tensor axis divides (gathered or not after it)."""
+    return Gemm(c.tokens, float(c.hidden), c.vocab / c.tp)
 
 
 def attention_flops(c: Case) -> float:

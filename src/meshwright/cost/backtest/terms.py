@@ -162,13 +162,13 @@ def _ring(c: Case, payload: float, size: int, stride: int, calls: float = 1.0, b
     per_node = max(1, min(size, c.node // stride)) if stride < c.node else 1
     nodes = -(-size // per_node)
     twice = 2.0 if both else 1.0
-    inner = twice * payload * (size - 1) / size / c.intra if per_node > 1 else 0.0
-    outer = 0.0
-    if nodes > 1:
-        # groups that run side by side share a node's network cards
-        outer = twice * payload * (nodes - 1) / nodes / per_node / c.inter
-        inner = inner if outer == 0.0 else inner * 0.0 + min(inner, outer) * 0.0
-    return inner, outer, twice * calls * (size - 1)
+    hops = twice * calls * (size - 1)
+    if nodes == 1:
+        return twice * payload * (size - 1) / size / c.intra, 0.0, hops
+    # an all-reduce runs as a tree between nodes, the others as one ring over all ranks; the members on a node share its
+    # network cards with the members of the groups beside them
+    crossing = (nodes - 1) / nodes if both else (size - 1) / size
+    return 0.0, twice * payload * crossing / per_node / c.inter, hops
 
 
 def _tensor(c: Case) -> dict[str, float]:
@@ -237,6 +237,10 @@ def _data(c: Case) -> dict[str, float]:
     out["gathers_backward"] = float(c.stage == 3)
     out["gathers_once"] = float(c.stage in (1, 2))
     out["reduces_each"] = float(c.stage >= 2 and c.ran.reduce_every)
+    # gradients are added to whole buffers each micro-batch; stage 3 copies what it gathers and scatters
+    passes = 2.0 * c.ran.grad_bytes + 2.0 if c.stage < 3 else 3.0 * c.ran.gather_bytes + 2.0 * c.ran.reduce_bytes
+    trained = 0.0 if c.lora else dense - (w.embedding + w.positions) + routed
+    out["accumulate"] = trained * passes / c.device.memory_rate.value
     held = dense / (c.shard if c.stage else 1) + routed / (expert_ranks if c.stage else 1)
     moved = c.ran.state_bytes * 2.0 + 4.0 + c.ran.weight_bytes + ADAM_EXTRA_BYTES
     out["optimizer"] = held * moved / c.device.memory_rate.value if c.offload != "optimizer" else 0.0
@@ -272,6 +276,7 @@ def _other(c: Case) -> dict[str, float]:
         "overlap_cp": float(c.ran.overlap_cp),
         "overlap_ep": float(c.ran.overlap_ep),
         "nodes": max(1.0, c.n_gpus / c.node),
+        "blackwell": float(c.generation == "blackwell"),
         "rowwise": float(c.ran.fp8 == "rowwise"),
         "qkv": sum(g.flops for g in attention_gemms(c)),
     }
