@@ -95,6 +95,7 @@ class Case:
     accumulation: int
     global_batch: int
     fp8: bool
+    fp4: bool
     step_s: float | None
     memory: float | None
     memory_why: str
@@ -328,7 +329,8 @@ def _case(row: Row, needs_measurement: bool) -> Case:
         micro_batch=batch[0],
         accumulation=batch[1],
         global_batch=batch[2],
-        fp8=n.get("float8", 0) >= 1 or "fp8" in text["dtype"] or "nvfp4" in text["dtype"],
+        fp8=n.get("float8", 0) >= 1 or "fp8" in text["dtype"] or "fp4" in text["dtype"],
+        fp4="fp4" in text["dtype"],
         step_s=step,
         memory=memory,
         memory_why=memory_why,

@@ -87,6 +87,9 @@ class Ran:
     spare_ends: bool = False
     sequence_parallel: bool = False
     compiled: bool = False
+    tp_copies: bool = False
+    loss_again: bool = False
+    gather_fp8: bool = False
     changes_model: bool = False
     moe_drop: bool = False
     fp8: str = ""

@@ -32,6 +32,9 @@ HOST_RATE = 12e9
 """Bytes per second of an optimizer step in host memory per device, copies over PCIe included."""
 BUCKET_BYTES = 100e6
 """Bytes of one bucket of a data-parallel collective."""
+CALL_BYTES = 20e6
+"""Payload at which a collective has half of what it takes beside its bytes; all-reduces over 8 devices of A100, H100 and
+B200 nodes take 1.28, 1.0 and 1.07 of their bytes over the link's rate, 0.03 ms, and 0.15 ms x n / (n + 20 MB)."""
 FLASH = ("fa1", "fa2", "fa3", "cudnn", "triton")
 
 
@@ -77,7 +80,7 @@ def _gemms(c: Case, gemms: Sequence[Gemm], layers: float, out: dict[str, float],
     fast = ceiling
     if c.fp8 and not prefix:
         eight = c.device.matmul_flops.get("fp8")
-        fast = (eight.value if eight else 2 * half.value) * share
+        fast = (eight.value if eight else 2 * half.value) * share * (2.0 if c.fp4 else 1.0)
     for g in gemms:
         seconds = g.flops / (fast if g.n != c.experts else ceiling) * layers
         name = "grouped" if g.grouped else f"{prefix}matmul"
@@ -123,9 +126,10 @@ def _compute(c: Case) -> dict[str, float]:
     kernels = kernels * dense + (kernels + 25.0) * moe_layers
     out["kernels"] = kernels * c.ran.launch
     logits = c.tokens * c.vocab / (c.tp if c.ran.logits_split else 1)
-    passes = {"eager": 18.0, "parallel": 14.0, "fused": 6.0, "chunked": 10.0}[c.ran.loss]
+    passes = {"eager": 34.0, "parallel": 46.0, "fused": 10.0, "chunked": 20.0}[c.ran.loss]
     out["loss"] = logits * passes / rate
     out["embedding"] = 4.0 * c.tokens * c.hidden * 2.0 / rate / (c.tp if c.sp else 1)
+    out["head_again"] = float(c.ran.loss_again)
     out["lora"] = float(c.lora)
     # share of a forward that backward runs again
     again = {"none": 0.0, "modules": 0.1, "full": 1.0, "every-second-layer": 0.5}
@@ -155,6 +159,11 @@ def _elementwise(c: Case, moe_layers: float) -> float:
     return total * t
 
 
+def _calls(num_bytes: float, count: float) -> float:
+    """Return ``count`` calls, each weighed by how much of the full overhead its payload has."""
+    return count * (0.2 + num_bytes / (num_bytes + CALL_BYTES))
+
+
 def _ring(c: Case, payload: float, size: int, stride: int, calls: float = 1.0, both: bool = False) -> tuple[float, float, float]:
     """Return (inner seconds, outer seconds, latency hops) of an all-gather or reduce-scatter, ``both`` an all-reduce."""
     if size < 2:
@@ -162,18 +171,16 @@ def _ring(c: Case, payload: float, size: int, stride: int, calls: float = 1.0, b
     per_node = max(1, min(size, c.node // stride)) if stride < c.node else 1
     nodes = -(-size // per_node)
     twice = 2.0 if both else 1.0
-    hops = twice * calls * (size - 1)
     if nodes == 1:
-        return twice * payload * (size - 1) / size / c.intra, 0.0, hops
-    # an all-reduce runs as a tree between nodes, the others as one ring over all ranks; the members on a node share its
-    # network cards with the members of the groups beside them
-    crossing = (nodes - 1) / nodes if both else (size - 1) / size
-    return 0.0, twice * payload * crossing / per_node / c.inter, hops
+        return twice * payload * (size - 1) / size / c.intra, 0.0, 0.0
+    # one ring over all ranks; the members on a node share its network cards with the groups beside them
+    outer = twice * payload * (size - 1) / size / per_node / c.inter
+    return 0.0, outer, twice * calls * (nodes - 1)
 
 
 def _tensor(c: Case) -> dict[str, float]:
     """Return communication of the tensor, context and expert axes in a forward of all layers; backward is as much."""
-    out = dict.fromkeys(("tp_in", "tp_out", "tp_calls", "tp_again", "cp_in", "cp_out", "cp_calls"), 0.0)
+    out = dict.fromkeys(("tp_in", "tp_out", "tp_calls", "tp_again", "tp_copies", "cp_in", "cp_out", "cp_calls"), 0.0)
     out |= dict.fromkeys(("ep_in", "ep_out", "ep_calls"), 0.0)
     message = c.tokens * c.hidden * 2.0
     moe_layers = float(c.layers - c.dense_layers) if c.experts else 0.0
@@ -181,14 +188,17 @@ def _tensor(c: Case) -> dict[str, float]:
         pairs = 2.0 * c.layers
         inner, outer, _ = _ring(c, message, c.tp, 1, both=True)
         out["tp_in"], out["tp_out"] = pairs * inner, pairs * outer
-        out["tp_calls"] = pairs * (2.0 if c.sp else 1.0)
+        # gathers along a dim that is not the first are followed by a copy, scatters preceded by one
+        out["tp_copies"] = pairs * 4.0 * message / c.device.memory_rate.value if c.ran.tp_copies else 0.0
+        out["tp_calls"] = _calls(message, pairs)
         out["tp_again"] = 0.25 if c.sp else 0.0  # gathers that rebuild saved inputs in backward
     if c.cp > 1:
         kv = 2.0 * c.tokens * max(1.0, c.kv_heads / c.tp) * c.head_dim * 2.0
         if c.ran.cp_style == "ulysses":
             kv = c.tokens * (2.0 * c.heads + 2.0 * c.kv_heads) / c.tp * c.head_dim * 2.0 / c.cp
-        inner, outer, hops = _ring(c, kv * c.cp, c.cp, c.tp)
-        out["cp_in"], out["cp_out"], out["cp_calls"] = inner * c.layers, outer * c.layers, hops * c.layers
+        inner, outer, _ = _ring(c, kv * c.cp, c.cp, c.tp)
+        out["cp_in"], out["cp_out"] = inner * c.layers, outer * c.layers
+        out["cp_calls"] = _calls(kv, float(c.layers)) * (c.cp - 1.0) / c.cp
     if c.ep > 1 and moe_layers:
         payload = c.tokens * c.topk * c.hidden * 2.0 / (c.tp if c.sp else 1)
         per_node = max(1, min(c.ep, c.node // c.tp))
@@ -196,7 +206,7 @@ def _tensor(c: Case) -> dict[str, float]:
         near = (per_node - 1) / c.ep
         out["ep_in"] = 2.0 * moe_layers * payload * near / c.intra
         out["ep_out"] = 2.0 * moe_layers * payload * far / c.inter
-        out["ep_calls"] = 4.0 * moe_layers
+        out["ep_calls"] = _calls(payload, 2.0 * moe_layers)
     return out
 
 
@@ -227,7 +237,7 @@ def _data(c: Case) -> dict[str, float]:
         for part, value in zip(("in", "out", "hops"), total, strict=True):
             out[f"{name}_{part}"] = value
 
-    put("gather", c.ran.gather_bytes)
+    put("gather", 1.0 if c.fp8 and c.ran.gather_fp8 else c.ran.gather_bytes)
     put("reduce", c.ran.reduce_bytes, both=c.stage == 0)
     replicas = ranks // c.shard if c.stage else 1
     legs = _ring(c, dense * c.ran.reduce_bytes / max(1, c.shard), replicas, stride * c.shard, both=True)
