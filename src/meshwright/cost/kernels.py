@@ -27,7 +27,7 @@ ATTENTION_SHARE: Final[Mapping[tuple[str, str], tuple[float, float]]] = {
 FlashAttention-1, -2, -3 and cuDNN papers and pages: A100 about 190 and 165 TFLOP/s (v2), H100 about 370 and 330 (v2),
 570 and 460 (v3), B200 about 1150 and 870 (cuDNN)."""
 
-UNFUSED_SHARE: Final = 0.60
+UNFUSED_SHARE: Final = 0.80
 """Share of the ceiling of the two batched products of attention that keeps its scores in memory."""
 
 MULTIPROCESSORS: Final[Mapping[str, int]] = {"volta": 80, "ampere": 108, "hopper": 132, "blackwell": 148, "ada": 142}

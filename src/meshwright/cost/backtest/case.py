@@ -357,9 +357,9 @@ def _head_dim(arch: dict[str, Any], hidden: int, heads: int) -> int:
 
 
 def _dense_layers(arch: dict[str, Any], layers: int) -> int:
-    """Return dense layers of a mixture: those of the whole model, none of them in a model cut down in depth."""
+    """Return dense layers of a mixture: those of the whole model, the first one in a model cut down in depth."""
     if layers < int(arch.get("source_layers", layers)):
-        return 0
+        return min(1, int(arch.get("dense_layers", 0)))
     return min(int(arch.get("dense_layers", 0)), layers)
 
 

@@ -26,12 +26,14 @@ MEMORY_COEFFICIENTS: Final[tuple[Coefficient, ...]] = (
     Coefficient("working", 1.0, 0.4, 0.3, "gathered units and reduction buffers of stage 3"),
     Coefficient("fixed", 0.8, 0.5, 0.4, "GiB beside what is counted"),
     Coefficient("slack", 0.04, 0.5, 0.4, "reserved beside allocated"),
-    Coefficient("device", 1.0, 0.5, 0.4, "GiB outside the allocator"),
+    Coefficient("cached", 0.25, 0.5, 0.4, "share that an allocator keeps beyond its peak, as a device reading shows"),
 )
 MEMORY_NAMES: Final = tuple(c.name for c in MEMORY_COEFFICIENTS)
 PRIORS: Final = np.array([c.prior for c in MEMORY_COEFFICIENTS])
 SPREADS: Final = np.array([c.spread for c in MEMORY_COEFFICIENTS])
 STACK_SPREADS: Final = np.array([c.stack_spread for c in MEMORY_COEFFICIENTS])
+OUTSIDE: Final = 1.0 * GIB
+"""Bytes that a device holds beside the allocator: context, libraries, communicators."""
 NOISE: Final = 0.02
 SIDE_NOISE: Final = 0.04
 """Deviation of the logarithm of a peak around its prediction, for measured peaks and for layouts that ran (or not)."""
@@ -56,16 +58,18 @@ def peak_bytes(t: Terms, theta: Floats) -> Floats:
             total = total + t[f"{name}_{part}"] * k[part]
         return total
 
-    first = np.where(t["first_counts"] > 0, stage("first"), 0.0)
+    first = np.where(t["first_counts"] > 0, np.maximum(stage("first"), stage("second")), 0.0)
     peak = np.maximum(first, stage("last")) + k["fixed"] * GIB
-    return peak * (1.0 + t["slack"] * k["slack"]) + t["device"] * k["device"] * GIB
+    reserved = peak * (1.0 + t["slack"] * k["slack"])
+    cached = np.minimum(reserved * (1.0 + t["device"] * k["cached"]) + t["device"] * OUTSIDE, t["capacity"])
+    return np.where(t["device"] > 0, np.maximum(cached, np.minimum(reserved, t["capacity"])), reserved)
 
 
 def resident_bytes(t: Terms, theta: Floats) -> Floats:
     """Return [cases] bytes that the device must have: reserved and outside the allocator, whatever was printed."""
     ones = np.ones_like(t["capacity"])
-    whole = Terms({**t.columns, "slack": ones, "device": ones, "first_counts": ones})
-    return peak_bytes(whole, theta)
+    whole = Terms({**t.columns, "slack": ones, "device": 0.0 * ones, "first_counts": ones})
+    return peak_bytes(whole, theta) + OUTSIDE
 
 
 def oom_probability(t: Terms, theta: Floats, spread: float = SIDE_NOISE) -> Floats:

@@ -1,6 +1,7 @@
 """Bytes of a case at its peak, by category, as what ran keeps them: terms before any coefficient.
 
-The first and the last stage are counted apart: the first has the most micro-batches in flight, the last the logits.
+The first, the second and the last stage are counted apart: the first two have the most micro-batches in flight (and the
+second may have more layers), the last has the logits.
 Sources: saved tensors of the operations (docs/concepts/cost-model.md), the ZeRO paper for state, Megatron-LM's and
 torchtitan's documentation for what their recompute policies keep.
 """
@@ -15,13 +16,15 @@ from meshwright.cost.backtest.case import Case
 from meshwright.cost.backtest.shapes import Weights, stage_layers, weights
 from meshwright.cost.backtest.terms import FLASH, Terms
 
-LOGITS_BYTES = {"eager": 14.0, "parallel": 6.0, "fused": 6.0, "chunked": 0.5}
+GATHERED_BYTES = 8.0
+"""Bytes per logit more where every tensor rank gathers all of them: the gathered copy, its gradient, float32."""
+LOGITS_BYTES = {"eager": 12.0, "parallel": 6.0, "fused": 6.0, "chunked": 0.5}
 """Bytes per logit alive at the loss: 16-bit logits, float32 copy, log-softmax and gradients, as far as they are kept."""
 PARTS = ("state", "activations", "recompute", "logits", "working")
 
 
 def memory_terms(cases: Sequence[Case]) -> Terms:
-    """Return the terms: parts of the first and the last stage, each [cases]."""
+    """Return the terms: parts of the first, second and last stage, each [cases]."""
     rows = [_memory(case) for case in cases]
     return Terms({name: np.array([row[name] for row in rows]) for name in rows[0]}) if rows else Terms({})
 
@@ -32,7 +35,8 @@ def layer_bytes(c: Case, moe: bool) -> float:
     across = tp if c.sp else 1.0
     norms = 2.0 * 2.0 * h / across  # inputs of the two norms
     inputs = 2.0 * 2.0 * h / (tp if c.sp and c.ran.name != "torchtitan" else 1.0)  # of the first products
-    extra = {"fused": 0.0, "native": 0.0, "upcast": 2.0 * 4.0 * h}[c.ran.norm] / across
+    extra = {"fused": 0.0, "native": 0.0, "upcast": 2.0 * 8.0 * h}[c.ran.norm] / across
+    extra += 2.0 * 2.0 * h if c.tp > 1 and not c.sp else 0.0  # what the two all-reduces return
     masks = 2.0 * h / across if c.ran.dropout else 0.0
     heads = c.heads / tp
     kv = max(1.0, c.kv_heads / tp)
@@ -44,7 +48,7 @@ def layer_bytes(c: Case, moe: bool) -> float:
         attention += 2.0 * c.head_dim * (heads + kv) if c.qk_norm else 0.0
     attention += 4.0 * heads
     if c.ran.attention not in FLASH:
-        scores = {"plain": 8.0, "fused_softmax": 2.0}[c.ran.attention] + (3.0 if c.ran.dropout else 0.0)
+        scores = {"plain": 6.0, "fused_softmax": 2.0}[c.ran.attention] + (3.0 if c.ran.dropout else 0.0)
         attention += scores * heads * c.seq / c.cp
     return norms + inputs + extra + masks + attention + _mlp_bytes(c, moe, tp)
 
@@ -60,11 +64,12 @@ def _mlp_bytes(c: Case, moe: bool, tp: float) -> float:
 def kept_bytes(c: Case, moe: bool) -> tuple[float, float]:
     """Return (bytes per token kept until backward, bytes per token alive while a layer is recomputed)."""
     whole = layer_bytes(c, moe)
+    scored = {"plain": 8.0, "fused_softmax": 4.0}.get(c.ran.attention, 0.0) * c.heads / c.tp * c.seq / c.cp
     across = float(c.tp) if c.sp else 1.0
     entry = 2.0 * c.hidden / across
     heads, kv = c.heads / c.tp * c.head_dim, max(1.0, c.kv_heads / c.tp) * c.head_dim
     if c.recompute == "full":
-        return (0.1 * entry if c.offload == "activations" else entry), whole
+        return (0.1 * entry if c.offload == "activations" else entry), whole + scored
     if c.recompute == "every-second-layer":
         return 0.5 * (entry + whole), whole
     if c.recompute == "per-op":  # the block's input, attention's output, every second product
@@ -78,17 +83,17 @@ def kept_bytes(c: Case, moe: bool) -> tuple[float, float]:
     return whole, 0.0
 
 
-def in_flight(c: Case, last: bool) -> float:
-    """Return micro-batches whose activations the first (or last) stage holds at once, in units of its whole depth."""
+def in_flight(c: Case, stage: int) -> float:
+    """Return micro-batches whose activations a stage holds at once, in units of its whole depth."""
     m, p, v = float(c.accumulation), float(c.pp), float(c.vpp)
+    left = p - stage
     if p == 1:
         return 1.0
     if c.ran.schedule == "zb-2p":
-        return min(m, 2.0 * p - 1.0) if not last else min(m, p)
+        return min(m, 2.0 * p - 1.0)
     if v > 1:
-        chunks = (v - 1.0) * p + (1.0 if last else 2.0 * (p - 1.0) + 1.0)
-        return min(m * v, chunks) / v
-    return 1.0 if last else min(m, p)
+        return min(m * v, (v - 1.0) * p + 2.0 * (left - 1.0) + 1.0) / v
+    return min(m, left)
 
 
 def _state(c: Case, dense: float, routed: float) -> tuple[float, float]:
@@ -113,10 +118,15 @@ def _state(c: Case, dense: float, routed: float) -> tuple[float, float]:
 
 def _memory(c: Case) -> dict[str, float]:
     w = weights(c)
-    first, _, last = stage_layers(c)
+    first, middle, last = stage_layers(c)
     out: dict[str, float] = {"capacity": c.capacity}
-    for name, layers, at_first, at_last in (("first", first, True, c.pp == 1), ("last", last, c.pp == 1, True)):
-        for part, value in _stage(c, w, layers, at_first, at_last).items():
+    second = min(1, c.pp - 1)
+    for name, stage, layers in (
+        ("first", 0, first),
+        ("second", second, middle if c.pp > 2 else (last if second else first)),
+        ("last", c.pp - 1, last),
+    ):
+        for part, value in _stage(c, w, layers, stage).items():
             out[f"{name}_{part}"] = value
     out["first_counts"] = float(c.ran.resident != "last_rank")
     out["slack"] = float(c.ran.resident in ("reserved", "device"))
@@ -124,18 +134,23 @@ def _memory(c: Case) -> dict[str, float]:
     return out
 
 
-def _stage(c: Case, w: Weights, layers: float, at_first: bool, at_last: bool) -> dict[str, float]:
-    moe = layers * (c.layers - c.dense_layers) / c.layers if c.experts else 0.0
+def _stage(c: Case, w: Weights, layers: float, stage: int) -> dict[str, float]:
+    at_first, at_last = stage == 0, stage == c.pp - 1
+    moe = layers - (min(float(c.dense_layers), layers) if at_first else 0.0) if c.experts else 0.0
     dense = w.dense * (layers - moe) + (w.moe - w.routed) * moe
     table = (w.embedding + w.positions) * at_first + (w.head if c.pp == 1 or not at_first else 0.0) * at_last
     routed = w.routed * moe
     state, _ = _state(c, dense + table, routed)
     kept_dense, again_dense = kept_bytes(c, False)
     kept_moe, again_moe = kept_bytes(c, True) if c.experts else (0.0, 0.0)
-    held = in_flight(c, at_last and c.pp > 1) * c.tokens
+    held = in_flight(c, stage) * c.tokens
     activations = held * (kept_dense * (layers - moe) + kept_moe * moe)
     again = c.tokens * (again_moe if moe else again_dense)
-    logits = c.tokens * c.vocab / (c.tp if c.ran.logits_split else 1) * LOGITS_BYTES[c.ran.loss] * at_last
+    logits = c.tokens * c.vocab * at_last
+    if c.ran.logits_split:
+        logits *= LOGITS_BYTES[c.ran.loss] / c.tp
+    else:
+        logits *= LOGITS_BYTES[c.ran.loss] + (GATHERED_BYTES if c.tp > 1 else 0.0)
     working = 0.0
     if c.stage == 3:
         block = w.moe if moe else w.dense
