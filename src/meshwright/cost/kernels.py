@@ -21,7 +21,7 @@ ATTENTION_SHARE: Final[Mapping[tuple[str, str], tuple[float, float]]] = {
     ("fa3", "hopper"): (0.72, 0.58),
     ("cudnn", "hopper"): (0.70, 0.56),
     ("fa2", "blackwell"): (0.24, 0.20),
-    ("cudnn", "blackwell"): (0.66, 0.50),
+    ("cudnn", "blackwell"): (0.72, 0.60),
 }
 """Shares of the device's measured matmul ceiling that causal attention reaches, forward and backward, at head size 128.
 FlashAttention-1, -2, -3 and cuDNN papers and pages: A100 about 190 and 165 TFLOP/s (v2), H100 about 370 and 330 (v2),

@@ -35,16 +35,17 @@ COEFFICIENTS: Final[tuple[Coefficient, ...]] = (
     Coefficient("attention_f", 1.0, 0.25, 0.24, "attention forward seconds over the kernel's benchmark"),
     Coefficient("attention_b", 1.0, 0.25, 0.24, "attention backward seconds over the kernel's benchmark"),
     Coefficient("scores", 1.2, 0.3, 0.32, "bytes of scores in memory over the memory rate"),
-    Coefficient("elementwise", 1.7, 0.3, 0.32, "elementwise bytes over the memory rate"),
+    Coefficient("elementwise", 1.5, 0.3, 0.32, "elementwise bytes over the memory rate"),
     Coefficient("loss", 1.3, 0.4, 0.48, "bytes of logits over the memory rate"),
     Coefficient("grouped", 1.5, 0.3, 0.32, "grouped matmul seconds over those at the ceiling"),
     Coefficient("eight", 1.05, 0.2, 0.16, "8-bit matmul seconds over those at the 8-bit ceiling"),
+    Coefficient("rowwise", 2.2, 0.4, 0.4, "row-scaled 8-bit matmul seconds over tensor-scaled ones"),
     Coefficient("cast", 1.5, 0.5, 0.48, "bytes of 8-bit casts over the memory rate"),
     Coefficient("launch", 6e-6, 0.4, 0.48, "seconds to launch one kernel"),
     Coefficient("gap", 2e-6, 0.6, 0.8, "seconds between kernels, ramp and tail included"),
     Coefficient("inner", 1.15, 0.25, 0.32, "seconds on the link inside a node over its rate"),
     Coefficient("outer", 1.0, 0.4, 0.48, "seconds on the network over its rate"),
-    Coefficient("call", 1.2e-4, 0.4, 0.5, "seconds of an all-reduce of 20 MB beside its bytes, over 0.7"),
+    Coefficient("call", 2e-4, 0.4, 0.5, "seconds of an all-reduce of 20 MB beside its bytes, over 0.7"),
     Coefficient("hop", 1e-5, 0.7, 1.6, "seconds per hop of a ring over nodes"),
     Coefficient("tensor", 0.95, 0.3, 0.48, "exposed share of overlapped tensor communication"),
     Coefficient("exposed", 0.30, 0.6, 0.8, "exposed share of overlapped communication inside a node"),
@@ -98,7 +99,7 @@ def seconds(t: Terms, theta: Floats) -> Floats:
 def _step(t: Terms, k: dict[str, Floats]) -> dict[str, Floats]:
     sustained = np.where(t["blackwell"] > 0, k["blackwell"], 1.0)
     k = {**k, **{name: k[name] * sustained for name in ("matmul", "eight", "grouped", "attention_f", "attention_b")}}
-    mm = t["matmul"] * np.where(t["cast"] > 0, k["eight"] * (1.0 + t["rowwise"]), k["matmul"])
+    mm = t["matmul"] * np.where(t["cast"] > 0, k["eight"] * np.where(t["rowwise"] > 0, k["rowwise"], 1.0), k["matmul"])
     mm = mm + t["grouped"] * k["grouped"] + t["waves"] * k["waves"] + t["moved"] * k["moved"]
     bytes_f = t["elementwise"] * k["elementwise"] + t["scores"] * k["scores"] + t["cast"] * k["cast"]
     forward = mm + t["attention_f"] * k["attention_f"] + bytes_f

@@ -142,11 +142,13 @@ def _compute(c: Case) -> dict[str, float]:
 def _elementwise(c: Case, moe_layers: float) -> float:
     """Return the bytes that a forward's elementwise operations move over all layers."""
     t, h = c.tokens, float(c.hidden)
-    norm = {"fused": 4.0, "native": 6.0, "upcast": 26.0}[c.ran.norm]
+    norm = {"fused": 4.0, "native": 6.0, "upcast": 36.0}[c.ran.norm]
     stream = (2.0 * norm + 12.0 + (4.0 if c.ran.dropout else 0.0) + (4.0 if not c.gated else 0.0)) * h
+    if c.ran.activation == "unfused":  # copies around attention, biases and casts are operations of their own
+        stream += 20.0 * h
     stream /= c.tp if c.sp else 1
     heads = (c.heads + c.kv_heads) / c.tp * c.head_dim
-    rope = 0.0 if c.ran.learned_positions or not c.gated else heads * (4.0 if c.ran.rope == "fused" else 16.0)
+    rope = 0.0 if c.ran.learned_positions or not c.gated else heads * (4.0 if c.ran.rope == "fused" else 20.0)
     rope += heads * 4.0 * (2.0 if c.qk_norm else 0.0)
     rope += 8.0 * c.heads / c.tp * c.head_dim if c.kv_lora else 0.0
     ffn = c.dense_ffn if c.experts else c.ffn
