@@ -59,9 +59,15 @@ def terms(cases: Sequence[Case]) -> Terms:
     return Terms({name: np.array([row[name] for row in rows]) for name in rows[0]}) if rows else Terms({})
 
 
+POWER_W = {"H100-SXM-96GB-HBM2e": (500.0, 700.0), "GB200-186GB": (1200.0, 1000.0), "GB300-288GB": (1400.0, 1000.0)}
+"""Power limit of a device, and that of the part on which its generation's long-run rate rests (H100 at 700 W, B200 at
+1000 W): the torchtitan page prints 500 W, the others are the parts' limits (product knowledge)."""
+
+
 def power_share(c: Case) -> float:
-    """Return what a power cap leaves of the matmul ceiling: 500 of 700 W, rates falling with the square root."""
-    return math.sqrt(500.0 / 700.0) if "HBM2e" in c.gpu and "H100" in c.gpu else 1.0
+    """Return the factor on the matmul ceiling of a device with another power limit: rates go with the square root."""
+    limit, usual = POWER_W.get(c.gpu, (1.0, 1.0))
+    return math.sqrt(limit / usual)
 
 
 def _terms(c: Case) -> dict[str, float]:
@@ -242,7 +248,8 @@ def _data(c: Case) -> dict[str, float]:
     put("gather", 1.0 if c.fp8 and c.ran.gather_fp8 else c.ran.gather_bytes)
     put("reduce", c.ran.reduce_bytes, both=c.stage == 0)
     replicas = ranks // c.shard if c.stage else 1
-    legs = _ring(c, dense * c.ran.reduce_bytes / max(1, c.shard), replicas, stride * c.shard, both=True)
+    part = dense * c.ran.reduce_bytes / max(1, c.shard)
+    legs = _ring(c, part, replicas, stride * c.shard, max(1.0, part / BUCKET_BYTES), both=True)
     for part, value in zip(("in", "out", "hops"), legs, strict=True):
         out[f"reduce_{part}"] += value if replicas > 1 else 0.0
     out["gathers_forward"] = float(c.stage == 3)
