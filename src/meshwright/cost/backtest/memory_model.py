@@ -53,10 +53,10 @@ def peak_bytes(t: Terms, theta: Floats) -> Floats:
     k = {name: x[..., i] for i, name in enumerate(MEMORY_NAMES)}
 
     def stage(name: str) -> Floats:
-        total = t[f"{name}_state"]
-        for part in PARTS[1:]:
-            total = total + t[f"{name}_{part}"] * k[part]
-        return total
+        part = {p: t[f"{name}_{p}"] * (k[p] if p in k else 1.0) for p in PARTS}
+        # the logits are gone before the last layer is computed again
+        either = np.maximum(part["logits"] + 0.5 * part["recompute"], part["recompute"])
+        return part["state"] + part["activations"] + either + part["working"]
 
     first = np.where(t["first_counts"] > 0, np.maximum(stage("first"), stage("second")), 0.0)
     peak = np.maximum(first, stage("last")) + k["fixed"] * GIB

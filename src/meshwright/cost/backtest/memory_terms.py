@@ -48,7 +48,8 @@ def layer_bytes(c: Case, moe: bool) -> float:
         attention += 2.0 * c.head_dim * (heads + kv) if c.qk_norm else 0.0
     attention += 4.0 * heads
     if c.ran.attention not in FLASH:
-        scores = {"plain": 6.0, "fused_softmax": 2.0}[c.ran.attention] + (3.0 if c.ran.dropout else 0.0)
+        scores = {"plain": 6.0, "fused_softmax": 2.0}[c.ran.attention] 
+        scores += 3.0 if c.ran.dropout or c.ran.attention_dropout else 0.0
         attention += scores * heads * c.seq / c.cp
     return norms + inputs + extra + masks + attention + _mlp_bytes(c, moe, tp)
 
@@ -64,7 +65,7 @@ def _mlp_bytes(c: Case, moe: bool, tp: float) -> float:
 def kept_bytes(c: Case, moe: bool) -> tuple[float, float]:
     """Return (bytes per token kept until backward, bytes per token alive while a layer is recomputed)."""
     whole = layer_bytes(c, moe)
-    scored = {"plain": 8.0, "fused_softmax": 4.0}.get(c.ran.attention, 0.0) * c.heads / c.tp * c.seq / c.cp
+    scored = {"plain": 4.0, "fused_softmax": 2.0}.get(c.ran.attention, 0.0) * c.heads / c.tp * c.seq / c.cp
     across = float(c.tp) if c.sp else 1.0
     entry = 2.0 * c.hidden / across
     heads, kv = c.heads / c.tp * c.head_dim, max(1.0, c.kv_heads / c.tp) * c.head_dim
@@ -146,7 +147,8 @@ def _stage(c: Case, w: Weights, layers: float, stage: int) -> dict[str, float]:
     held = in_flight(c, stage) * c.tokens
     activations = held * (kept_dense * (layers - moe) + kept_moe * moe)
     again = c.tokens * (again_moe if moe else again_dense)
-    logits = c.tokens * c.vocab * at_last
+    tokens = min(c.tokens, c.ran.chunk_tokens) if c.ran.chunk_tokens else c.tokens
+    logits = tokens * c.vocab * at_last
     if c.ran.logits_split:
         logits *= LOGITS_BYTES[c.ran.loss] / c.tp
     else:

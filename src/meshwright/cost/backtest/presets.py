@@ -83,12 +83,14 @@ class Ran:
     unprinted_recompute: str = ""
     resident: str = "allocated"
     dropout: bool = False
+    attention_dropout: bool = False
     learned_positions: bool = False
     spare_ends: bool = False
     sequence_parallel: bool = False
     compiled: bool = False
     tp_copies: bool = False
     loss_again: bool = False
+    chunk_tokens: int = 0
     gather_fp8: bool = False
     changes_model: bool = False
     moe_drop: bool = False

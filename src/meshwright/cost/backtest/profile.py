@@ -73,6 +73,10 @@ def profile_dict(
         "fitted": date,
         "meaning": "logarithms of factors on the priors of cost/backtest/model.py and memory_model.py",
         "common": {
+            "factors": {
+                name: float(f"{prior * np.exp(value):.6g}")
+                for name, prior, value in zip(model.NAMES, model.PRIORS, time.common, strict=True)
+            },
             "time": _named(model.NAMES, time.common),
             "time_covariance": np.round(time.common_covariance, 7).tolist(),
             "memory": _named(memory_model.MEMORY_NAMES, memory.common),

@@ -30,9 +30,11 @@ from meshwright.cost.backtest.table import Row
 from meshwright.cost.backtest.terms import Terms, terms
 from meshwright.cost.collective import Floats
 
-OOM_GATE: Final = 0.5
+OOM_GATE: Final = 0.6
 """Probability from which a layout is said to run out of memory."""
 BAND: Final = 0.80
+UNKNOWN_BAND: Final = 0.3
+"""Half-width of the band of log time before any residual was seen."""
 LEAST_BAND_ROWS: Final = 8
 """Residuals from which a stack's band rests on its own; with fewer it rests on all stacks'."""
 
@@ -188,26 +190,35 @@ def _predictions(
     return tuple(found.values())
 
 
-def quantile(residuals: Floats) -> float:
-    """Return the half-width of an 80 % band from residuals, with the finite-sample step of conformal prediction."""
-    size = np.sort(np.abs(residuals))
-    if not len(size):
-        return 0.3
-    place = min(len(size) - 1, int(np.ceil((len(size) + 1) * BAND)) - 1)
-    return float(size[place])
+def quantile(residuals: Floats, weight: Floats | None = None) -> float:
+    """Return the half-width of an 80 % band: the residual at that share, with the finite-sample step of conformal prediction.
+
+    With ``weight`` every source counts once, however many rows it has.
+    """
+    if not len(residuals) or (weight is not None and not weight.sum()):
+        return UNKNOWN_BAND
+    size = np.abs(residuals)
+    order = np.argsort(size)
+    share = np.ones(len(size)) if weight is None else weight[order] * (weight > 0).sum() / weight.sum()
+    reached = np.cumsum(share) / (share.sum() + 1.0)
+    place = min(len(size) - 1, int(np.searchsorted(reached, BAND)))
+    return float(size[order][place])
 
 
 def bands(cases: Sequence[Case], logs: Floats, parts: Sequence[Index]) -> Floats:
     """Return [cases] half-widths of 80 % bands: each part's from residuals of the other parts, by stack where they are many."""
     out = np.zeros(len(cases))
     fold = np.zeros(len(cases), dtype=np.intp)
+    sizes: dict[str, int] = {}
+    for case in cases:
+        sizes[case.label] = sizes.get(case.label, 0) + 1
+    weight = np.array([0.0 if case.composed else 1.0 / sizes[case.label] for case in cases])
     for number, part in enumerate(parts):
         fold[part] = number
     stacks = np.array([case.stack for case in cases])
-    real = np.array([not case.composed for case in cases])
     for number, part in enumerate(parts):
         away = fold != number
-        common = quantile(logs[away & real])
+        common = quantile(logs[away], weight[away])
         for stack in sorted(set(stacks[part])):
             mine = away & (stacks == stack)
             own = quantile(logs[mine]) if mine.sum() >= LEAST_BAND_ROWS else common
@@ -276,6 +287,12 @@ class _Calibrated:
                 out[rows] = oom_probability(self.s.side.take(rows), theta)
         return out
 
+    def _band(self, logs: Floats, rows: Index) -> float:
+        """Return the half-width of log time that covers 80 % of rows, every source counting once."""
+        labels = [self.s.timed[k].label for k in rows]
+        weight = np.array([1.0 / labels.count(label) for label in labels])
+        return quantile(logs[rows], weight)
+
     def beside(self) -> dict[str, Any]:
         """Return the scores with more left out than a sweep."""
         if self.profile is None:
@@ -295,7 +312,8 @@ class _Calibrated:
             for label in sorted({self.s.timed[k].label for k in real}):
                 at = np.array([k for k in real if self.s.timed[k].label == label], dtype=np.intp)
                 by[label] = time_scores([self.s.timed[k] for k in at], logs[at], band[at])
-            out[name] = over_sources(by) | {"by_source": by}
+            at = np.array(real, dtype=np.intp)
+            out[name] = over_sources(by) | {"band_80": self._band(logs, at), "by_source": by}
         return {"left_out": out}
 
 

@@ -32,8 +32,8 @@ def profile_of(rows: Sequence[Row], out_of_memory: Sequence[Row], report: Report
     for row in report.predictions:
         if row.step_s is not None and row.case.step_s is not None:
             residuals.setdefault(row.case.stack, []).append(float(np.log(row.step_s / row.case.step_s)))
-    left_out = report.scores["left_out"]["source"]["by_source"]
-    cold = float(np.log1p(np.quantile([s["p95_ape_pct"] for s in left_out.values()], 0.5) / 100.0))
+    left_out: dict[str, Any] = report.scores["left_out"]["source"]
+    cold = float(left_out["band_80"])
     bands = {
         name: quantile(np.array(values)) for name, values in residuals.items() if len(values) >= LEAST_BAND_ROWS
     }
