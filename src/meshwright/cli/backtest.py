@@ -17,26 +17,40 @@ if TYPE_CHECKING:
 
 
 def backtest(
-    runs: Annotated[str, typer.Argument(metavar="RUNS.csv", help="Table of measured runs.", show_default=False)],
+    runs: Annotated[
+        str, typer.Argument(metavar="RUNS.csv", help="Table of measured runs.", show_default=False)
+    ],
     oom: Annotated[
         str | None,
-        typer.Option("--oom", metavar="OOM.csv", help="Table of layouts that ran out of memory.", show_default=False),
+        typer.Option(
+            "--oom", metavar="OOM.csv", help="Table of layouts that ran out of memory.", show_default=False
+        ),
     ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Fit on the other folds instead of using the shipped profile.")
     ] = False,
     folds: Annotated[
         int | None,
-        typer.Option("--folds", metavar="K", help="Folds of whole sweeps (5 without it).", show_default=False),
+        typer.Option(
+            "--folds", metavar="K", help="Folds of whole sweeps (5 without it).", show_default=False
+        ),
     ] = None,
     page: Annotated[
         str | None,
-        typer.Option("--page", metavar="DIR", help="Write the page with its plots into this folder.", show_default=False),
+        typer.Option(
+            "--page",
+            metavar="DIR",
+            help="Write the page with its plots into this folder.",
+            show_default=False,
+        ),
     ] = None,
     save_profile: Annotated[
         str | None,
         typer.Option(
-            "--save-profile", metavar="FILE", help="With --calibrate: store a profile of all rows.", show_default=False
+            "--save-profile",
+            metavar="FILE",
+            help="With --calibrate: store a profile of all rows.",
+            show_default=False,
         ),
     ] = None,
     as_json: Json = False,
@@ -48,7 +62,9 @@ def backtest(
     if not calibrate and (folds is not None or save_profile):
         option = "--folds" if folds is not None else "--save-profile"
         found = f"{option} without --calibrate"
-        raise MeshwrightError(problem("E864", where=option, found=found, do="add --calibrate, or leave it out"))
+        raise MeshwrightError(
+            problem("E864", where=option, found=found, do="add --calibrate, or leave it out")
+        )
     if page:
         _folder(page)
     if save_profile:
@@ -81,12 +97,24 @@ def _folder(path: str) -> None:
     target = Path(path)
     if not target.is_dir():
         found = "is a file" if target.exists() else "does not exist"
-        raise MeshwrightError(problem("E867", where=f"--page {path}", found=found, do="name a folder that exists"))
+        raise MeshwrightError(
+            problem("E867", where=f"--page {path}", found=found, do="name a folder that exists")
+        )
 
 
 def _text(report: Report) -> str:
     scores = report.scores
-    header = ("source", "rows", "time %", "bias %", "80 % band", "top-1 %", "top-3 %", "memory rows", "memory %")
+    header = (
+        "source",
+        "rows",
+        "time %",
+        "bias %",
+        "80 % band",
+        "top-1 %",
+        "top-3 %",
+        "memory rows",
+        "memory %",
+    )
     body = [_line(name, entry) for name, entry in scores["by_source"].items()]
     lines = [table(header, body, right=range(1, len(header)))]
     time, memory = scores["time"], scores["memory"]

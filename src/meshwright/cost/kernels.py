@@ -10,6 +10,32 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
+GENERATIONS: Final[tuple[tuple[str, str], ...]] = (
+    ("V100", "volta"),
+    ("A100", "ampere"),
+    ("A800", "ampere"),
+    ("A10G", "ampere"),
+    ("A30", "ampere"),
+    ("A40", "ampere"),
+    ("A6000", "ampere"),
+    ("3090", "ampere"),
+    ("4090", "ada"),
+    ("L40", "ada"),
+    ("L20", "ada"),
+    ("L4", "ada"),
+    ("GB200", "blackwell"),
+    ("GB300", "blackwell"),
+    ("B200", "blackwell"),
+    ("B300", "blackwell"),
+    ("H100", "hopper"),
+    ("H200", "hopper"),
+    ("GH200", "hopper"),
+    ("H800", "hopper"),
+    ("H20", "hopper"),
+    ("MI", "cdna"),
+)
+"""Part of a device's name, and its generation."""
+
 ATTENTION_SHARE: Final[Mapping[tuple[str, str], tuple[float, float]]] = {
     ("fa1", "ampere"): (0.45, 0.36),
     ("triton", "ampere"): (0.52, 0.42),
@@ -30,7 +56,13 @@ FlashAttention-1, -2, -3 and cuDNN papers and pages: A100 about 190 and 165 TFLO
 UNFUSED_SHARE: Final = 0.80
 """Share of the ceiling of the two batched products of attention that keeps its scores in memory."""
 
-MULTIPROCESSORS: Final[Mapping[str, int]] = {"volta": 80, "ampere": 108, "hopper": 132, "blackwell": 148, "ada": 142}
+MULTIPROCESSORS: Final[Mapping[str, int]] = {
+    "volta": 80,
+    "ampere": 108,
+    "hopper": 132,
+    "blackwell": 148,
+    "ada": 142,
+}
 """Multiprocessors of the largest common device of a generation; tiles of a product are dealt out over them."""
 TILE: Final = (128.0, 256.0)
 
@@ -50,3 +82,9 @@ def wave_factor(m: float, n: float, count: float, generation: str) -> float:
     exact = m / TILE[0] * n / TILE[1] * max(1.0, count)
     waves = tiles / processors
     return math.ceil(waves) * processors / exact if exact > 0 else 1.0
+
+
+def generation(gpu: str) -> str:
+    """Return the generation of a device by its name ("ampere", "hopper", ...), or "other"."""
+    names = sorted(GENERATIONS, key=lambda pair: -len(pair[0]))
+    return next((name for part, name in names if part in gpu), "other")

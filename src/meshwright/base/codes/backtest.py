@@ -14,8 +14,8 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         why="there is no table to score",
         needs="a CSV file in UTF-8 with one header line and one row per measured run",
         do="name a file that exists and may be read",
-        page="""`meshwright backtest RUNS.csv` reads a comma-separated table with a header. The file does not exist, may not
-be read, is a folder, is empty, or is not text.""",
+        page="""`meshwright backtest RUNS.csv` reads a comma-separated table with a header. The file does not exist, may
+not be read, is a folder, is empty, or is not text.""",
     ),
     CodeInfo(
         code="E461",
@@ -33,7 +33,8 @@ empty; columns may not be absent. `notes` may be.""",
         title="Measurements are in another unit than their column",
         kind="input",
         why="a step faster than the device's dense peak, or a peak above the device's memory, cannot have been measured",
-        needs="seconds in step_time_s, tokens per second and device in tokens_per_s_per_gpu, GB in peak_mem_gb (GiB where the notes say mem_unit=GiB)",
+        needs="seconds in step_time_s, tokens per second and device in tokens_per_s_per_gpu, GB in peak_mem_gb (or GiB: "
+        "mem_unit=GiB in notes)",
         do="convert the column, or say mem_unit=GiB or mem_unit=GB in notes",
         page="""Each measured step is compared with the shortest and the longest step that its model and devices allow:
 above the dense peak, or below a thousandth of it, the unit is wrong - milliseconds in a column of seconds are the common
@@ -58,8 +59,8 @@ skipped with a reason.""",
         why="folds are whole sweeps, and a fold without a sweep scores nothing",
         needs="between 2 folds and as many as there are sweeps",
         do="choose fewer folds, or leave --calibrate out",
-        page="""A sweep is every row of equal source, model, device, number of devices and sequence length. Folds take whole
-sweeps, so that a row is never predicted by a fit that saw its neighbours. --folds needs --calibrate.""",
+        page="""A sweep is every row of equal source, model, device, number of devices and sequence length. Folds take
+whole sweeps, so that a row is never predicted by a fit that saw its neighbours. --folds needs --calibrate.""",
     ),
     CodeInfo(
         code="E465",
@@ -68,8 +69,8 @@ sweeps, so that a row is never predicted by a fit that saw its neighbours. --fol
         why="every row lacks something that a prediction needs",
         needs="at least one row with model dims, a known device, a layout and a step time, a token rate or a peak",
         do="see the reasons in the message, most frequent first",
-        page="""A row is skipped when its model's dims, its device's rates, its layout or its measurement is missing, or when
-its columns contradict each other. The message counts the reasons.""",
+        page="""A row is skipped when its model's dims, its device's rates, its layout or its measurement is missing, or
+when its columns contradict each other. The message counts the reasons.""",
     ),
     CodeInfo(
         code="E466",

@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.cost.backtest import memory_model, model
 from meshwright.cost.backtest.case import Case
 from meshwright.cost.backtest.fit import DEVICE_SPREAD, NOISE, fit_all, fit_stack, source_weights
-from meshwright.cost.backtest.folds import Index
+from meshwright.cost.backtest.folds import Index, picked
 from meshwright.cost.backtest.memory_model import Sides, peak_bytes, solve_memory
 from meshwright.cost.backtest.terms import Terms
 from meshwright.cost.collective import Floats
@@ -33,15 +33,20 @@ class Profile:
 
 
 def fit_profile(
-    t: Terms, logs: Floats, cases: Sequence[Case], train: Index, start: Floats | None = None, only: frozenset[str] | None = None
+    t: Terms,
+    logs: Floats,
+    cases: Sequence[Case],
+    train: Index,
+    start: Floats | None = None,
+    only: frozenset[str] | None = None,
 ) -> Profile:
     """Return the profile fitted on rows ``train`` (its stacks limited to ``only``)."""
     seen = t.take(train)
-    mine = [cases[i] for i in train]
+    mine = picked(cases, train)
     shared = np.array([k for k, case in enumerate(mine) if not case.composed], dtype=np.intp)
     shared = shared if len(shared) else np.arange(len(mine))
     common, covariance = fit_all(
-        seen.take(shared), logs[train[shared]], [mine[k].source for k in shared], start
+        seen.take(shared), logs[train[shared]], [case.source for case in picked(mine, shared)], start
     )
     stacks: dict[str, Floats] = {}
     covariances: dict[str, Floats] = {}
@@ -51,10 +56,10 @@ def fit_profile(
         if len(rows) < LEAST_STACK_ROWS or (only is not None and name not in only):
             continue
         part = seen.take(rows)
-        weight = source_weights([mine[k].source for k in rows], 0.25)
+        weight = source_weights([case.source for case in picked(mine, rows)], 0.25)
         stacks[name], covariances[name] = fit_stack(part, logs[train[rows]], weight, common)
         left = logs[train[rows]] - np.log(model.seconds(part, stacks[name]))
-        offsets |= _offsets(name, [mine[k] for k in rows], left)
+        offsets |= _offsets(name, picked(mine, rows), left)
     return Profile(common, covariance, stacks, covariances, offsets)
 
 
@@ -74,8 +79,9 @@ def _offsets(stack: str, cases: Sequence[Case], left: Floats) -> dict[str, float
 
 def predict_logs(profile: Profile, t: Terms, cases: Sequence[Case], rows: Index) -> Floats:
     """Return the logarithm of predicted seconds of rows: by their stack's coefficients, else by the common ones."""
-    theta = np.array([profile.stacks.get(cases[i].stack, profile.common) for i in rows])
-    offset = np.array([profile.offsets.get(f"{cases[i].stack}/{cases[i].gpu}", 0.0) for i in rows])
+    mine = picked(cases, rows)
+    theta = np.array([profile.stacks.get(case.stack, profile.common) for case in mine])
+    offset = np.array([profile.offsets.get(f"{case.stack}/{case.gpu}", 0.0) for case in mine])
     return np.log(model.seconds(t.take(rows), theta)) + offset
 
 
@@ -87,7 +93,7 @@ def held_out(
     for part in parts:
         mask = np.ones(len(cases), dtype=bool)
         mask[part] = False
-        wanted = frozenset(cases[i].stack for i in part)
+        wanted = frozenset(case.stack for case in picked(cases, part))
         profile = fit_profile(t, logs, cases, np.flatnonzero(mask), start, wanted)
         out.append(predict_logs(profile, t, cases, part) - logs[part])
     rows = np.concatenate(list(parts)) if parts else np.zeros(0, dtype=np.intp)
@@ -103,14 +109,22 @@ class MemoryProfile:
 
 
 def fit_memory(
-    t: Terms, cases: Sequence[Case], train: Index, known: Terms, known_cases: Sequence[Case], sign: Floats, start: Floats
+    t: Terms,
+    cases: Sequence[Case],
+    train: Index,
+    known: Terms,
+    known_cases: Sequence[Case],
+    sign: Floats,
+    start: Floats,
 ) -> MemoryProfile:
     """Return memory coefficients fitted on peaks of ``train`` and on layouts known to run (+1) or not (-1)."""
-    logs = np.log(np.array([cases[i].memory for i in train], dtype=np.float64))
-    mine = [cases[i] for i in train]
+    logs = np.log(np.array([case.memory for case in picked(cases, train)], dtype=np.float64))
+    mine = picked(cases, train)
     zero = np.zeros(len(memory_model.MEMORY_NAMES))
     seen = t.take(train) if len(train) else None
-    common, _ = solve_memory(seen, logs, source_weights([c.source for c in mine]), None, zero, memory_model.SPREADS)
+    common, _ = solve_memory(
+        seen, logs, source_weights([c.source for c in mine]), None, zero, memory_model.SPREADS
+    )
     stacks: dict[str, Floats] = {}
     for name in sorted({case.stack for case in [*mine, *known_cases]}):
         rows = np.array([k for k, case in enumerate(mine) if case.stack == name], dtype=np.intp)
@@ -127,12 +141,12 @@ def fit_memory(
 
 def memory_theta(profile: MemoryProfile, cases: Sequence[Case], rows: Index) -> Floats:
     """Return [rows, coefficients] of rows."""
-    return np.array([profile.stacks.get(cases[i].stack, profile.common) for i in rows]).reshape(
+    return np.array([profile.stacks.get(case.stack, profile.common) for case in picked(cases, rows)]).reshape(
         len(rows), len(memory_model.MEMORY_NAMES)
     )
 
 
 def memory_logs(profile: MemoryProfile, t: Terms, cases: Sequence[Case], rows: Index) -> Floats:
     """Return log(predicted / measured) peaks of rows."""
-    measured = np.array([cases[i].memory for i in rows], dtype=np.float64)
+    measured = np.array([case.memory for case in picked(cases, rows)], dtype=np.float64)
     return np.log(peak_bytes(t.take(rows), memory_theta(profile, cases, rows)) / measured)

@@ -15,14 +15,15 @@ from meshwright.base.errors import MeshwrightError, Problem, problem
 from meshwright.base.units import format_seconds
 from meshwright.cluster.catalogue import device, device_names
 from meshwright.cluster.spec import DeviceSpec
-from meshwright.cost.backtest.presets import Ran, generation, known_architecture, known_vocabulary, ran
+from meshwright.cost.backtest.presets import Ran, known_architecture, known_vocabulary, ran
 from meshwright.cost.backtest.shapes import model_flops_per_token
 from meshwright.cost.backtest.table import Row
+from meshwright.cost.kernels import generation
 
 GIB: Final = 2**30
 USABLE: Final = 0.985
 """Share of the printed memory, counted in GiB, that a process can allocate: 79.1 of an A100's "80 GB" are there."""
-SLOWEST: Final = 2e-4
+SLOWEST: Final = 1.5e-3
 """No run is slower than this share of its device's dense peak; milliseconds in a column of seconds are."""
 SHARE_WRONG: Final = 0.5
 """Share of impossible measurements from which a whole file is refused."""
@@ -33,7 +34,7 @@ NVL_DOMAIN: Final = 72
 """Devices of one NVLink domain of GB200 and GB300."""
 
 
-class Skip(Exception):  # noqa: N818 - a reason, not a fault
+class Skip(Exception):
     """Why a row is not scored."""
 
 
@@ -206,16 +207,23 @@ def _unit_problem(case: Case, row: Row) -> Problem | None:
         column = "step_time_s" if "step_time_s" in row.number else "tokens_per_s_per_gpu"
         if share > 1.02 or share < SLOWEST:
             shown = row.number[column]
-            hint = "milliseconds in a column of seconds" if 1e-4 <= share * 1e3 <= 1 else "another unit"
+            hint = "milliseconds in a column of seconds" if share * 1e3 <= 1.02 else "another unit"
             if share > 1.02:
                 hint = "tokens of the whole job, or another unit"
-            found = f"{column} = {shown:g} means {format_seconds(case.step_s)} a step, {100 * share:.3g} % of the peak: {hint}"
+            found = f"{column} = {shown:g} means {format_seconds(case.step_s)} a step, "
+            found += f"{100 * share:.3g} % of the peak: {hint}"
             return problem("E462", where=label, found=found)
     if case.memory is not None and case.memory > case.capacity * 1.02:
         shown = row.number["peak_mem_gb"]
         at_most = case.capacity / GIB
-        hint = "GB written as GiB" if case.memory / 1.0737 <= case.capacity * 1.02 else "bytes, MiB or all devices"
-        found = f"peak_mem_gb = {shown:g} is {case.memory / GIB:.1f} GiB on a device of {at_most:.1f} GiB: {hint}"
+        hint = (
+            "GB written as GiB"
+            if case.memory / 1.0737 <= case.capacity * 1.02
+            else "bytes, MiB or all devices"
+        )
+        found = (
+            f"peak_mem_gb = {shown:g} is {case.memory / GIB:.1f} GiB on a device of {at_most:.1f} GiB: {hint}"
+        )
         return problem("E462", where=label, found=found)
     return None
 
@@ -270,7 +278,9 @@ def _case(row: Row, needs_measurement: bool) -> Case:
         if dp * degree["tp"] * degree["pp"] == devices:  # dp counts the context ranks
             dp //= degree["cp"]
         if dp < 1 or dp * inner != devices:
-            raise Skip(f"dp {dp} x tp {degree['tp']} x pp {degree['pp']} x cp {degree['cp']} is not {devices} devices")
+            raise Skip(
+                f"dp {dp} x tp {degree['tp']} x pp {degree['pp']} x cp {degree['cp']} is not {devices} devices"
+            )
     batch = _batch(row, what, dp, degree["pp"])
     node = _node(row, gpu, devices)
     family = generation(gpu)
@@ -435,7 +445,13 @@ def _sharding(words: str, what: Ran, ranks: int, notes: str) -> tuple[int, int]:
         return 0, 1
     if low in ("none", "ddp", "none (ddp)"):
         return 0, 1
-    if not low and what.name in ("megatron-bridge", "nemo", "megatron-core", "megatron-swift", "megascale-moe"):
+    if not low and what.name in (
+        "megatron-bridge",
+        "nemo",
+        "megatron-core",
+        "megatron-swift",
+        "megascale-moe",
+    ):
         return 1, ranks
     if not low and what.name in ("kempner", "torchtitan", "automodel"):
         return 3, ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from scipy.optimize import least_squares  # pyright: ignore
@@ -33,7 +33,9 @@ class Fitted:
     rows: tuple[str, ...]
 
 
-def solve(t: Terms, logs: Floats, weight: Floats, centre: Floats, spread: Floats, start: Floats) -> tuple[Floats, Floats]:
+def solve(
+    t: Terms, logs: Floats, weight: Floats, centre: Floats, spread: Floats, start: Floats
+) -> tuple[Floats, Floats]:
     """Return (theta, covariance) of the fit of ``log seconds`` to ``logs`` around ``centre``."""
 
     def residuals(theta: Floats) -> Floats:
@@ -42,9 +44,10 @@ def solve(t: Terms, logs: Floats, weight: Floats, centre: Floats, spread: Floats
         soft = np.sign(data) * np.sqrt(2.0 * (np.sqrt(1.0 + data**2) - 1.0))
         return np.concatenate([weight * soft, (theta - centre) / spread])
 
-    found = least_squares(residuals, start, method="trf", max_nfev=25, x_scale=spread)  # pyright: ignore
-    curvature = found.jac.T @ found.jac  # pyright: ignore
-    return np.asarray(found.x), np.linalg.inv(curvature)
+    found: Any = least_squares(residuals, start, method="trf", max_nfev=25, x_scale=spread)
+    jacobian: Floats = np.asarray(found.jac, dtype=np.float64)
+    solved: Floats = np.asarray(found.x, dtype=np.float64)
+    return solved, np.asarray(np.linalg.inv(jacobian.T @ jacobian), dtype=np.float64)
 
 
 def source_weights(sources: Sequence[str], power: float = 0.5) -> Floats:
@@ -55,7 +58,9 @@ def source_weights(sources: Sequence[str], power: float = 0.5) -> Floats:
     return np.array([counts[name] ** -power for name in sources]) ** 0.5
 
 
-def fit_all(t: Terms, logs: Floats, sources: Sequence[str], start: Floats | None = None) -> tuple[Floats, Floats]:
+def fit_all(
+    t: Terms, logs: Floats, sources: Sequence[str], start: Floats | None = None
+) -> tuple[Floats, Floats]:
     """Return (theta, covariance) over every stack: what is known of a stack that was never measured."""
     zero = np.zeros(len(NAMES))
     weight = source_weights(sources)

@@ -49,3 +49,9 @@ def rest(total: int, held: Index) -> Index:
     out = np.ones(total, dtype=bool)
     out[held] = False
     return np.flatnonzero(out)
+
+
+def picked(cases: Sequence[Case], rows: Index) -> list[Case]:
+    """Return the cases at ``rows``."""
+    places: list[int] = rows.tolist()
+    return [cases[place] for place in places]

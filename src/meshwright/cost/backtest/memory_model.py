@@ -7,7 +7,7 @@ observation of which side of the device's memory the peak lies on.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from scipy.optimize import least_squares  # pyright: ignore
@@ -26,7 +26,9 @@ MEMORY_COEFFICIENTS: Final[tuple[Coefficient, ...]] = (
     Coefficient("working", 1.0, 0.4, 0.3, "gathered units and reduction buffers of stage 3"),
     Coefficient("fixed", 0.8, 0.5, 0.4, "GiB beside what is counted"),
     Coefficient("slack", 0.04, 0.5, 0.4, "reserved beside allocated"),
-    Coefficient("cached", 0.25, 0.5, 0.4, "share that an allocator keeps beyond its peak, as a device reading shows"),
+    Coefficient(
+        "cached", 0.25, 0.5, 0.4, "share that an allocator keeps beyond its peak, as a device reading shows"
+    ),
 )
 MEMORY_NAMES: Final = tuple(c.name for c in MEMORY_COEFFICIENTS)
 PRIORS: Final = np.array([c.prior for c in MEMORY_COEFFICIENTS])
@@ -52,8 +54,10 @@ def peak_bytes(t: Terms, theta: Floats) -> Floats:
     x = PRIORS * np.exp(np.clip(theta, -4.0, 4.0))
     k = {name: x[..., i] for i, name in enumerate(MEMORY_NAMES)}
 
+    ones = np.ones_like(t["capacity"])
+
     def stage(name: str) -> Floats:
-        part = {p: t[f"{name}_{p}"] * (k[p] if p in k else 1.0) for p in PARTS}
+        part = {p: t[f"{name}_{p}"] * k.get(p, ones) for p in PARTS}
         # the logits are gone before the last layer is computed again
         either = np.maximum(part["logits"] + 0.5 * part["recompute"], part["recompute"])
         return part["state"] + part["activations"] + either + part["working"]
@@ -94,6 +98,7 @@ def solve_memory(
             parts.append(0.7 * np.sqrt(-2.0 * told))
         return np.concatenate(parts)
 
-    found = least_squares(residuals, centre, method="trf", max_nfev=25, x_scale=spread)  # pyright: ignore
-    curvature = found.jac.T @ found.jac  # pyright: ignore
-    return np.asarray(found.x), np.linalg.inv(curvature)
+    found: Any = least_squares(residuals, centre, method="trf", max_nfev=25, x_scale=spread)  # pyright: ignore
+    jacobian: Floats = np.asarray(found.jac, dtype=np.float64)
+    solved: Floats = np.asarray(found.x, dtype=np.float64)
+    return solved, np.asarray(np.linalg.inv(jacobian.T @ jacobian), dtype=np.float64)

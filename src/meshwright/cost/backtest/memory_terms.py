@@ -48,7 +48,7 @@ def layer_bytes(c: Case, moe: bool) -> float:
         attention += 2.0 * c.head_dim * (heads + kv) if c.qk_norm else 0.0
     attention += 4.0 * heads
     if c.ran.attention not in FLASH:
-        scores = {"plain": 6.0, "fused_softmax": 2.0}[c.ran.attention] 
+        scores = {"plain": 6.0, "fused_softmax": 2.0}[c.ran.attention]
         scores += 3.0 if c.ran.dropout or c.ran.attention_dropout else 0.0
         attention += scores * heads * c.seq / c.cp
     return norms + inputs + extra + masks + attention + _mlp_bytes(c, moe, tp)

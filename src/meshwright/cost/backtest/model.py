@@ -28,7 +28,9 @@ class Coefficient:
 
 COEFFICIENTS: Final[tuple[Coefficient, ...]] = (
     Coefficient("matmul", 1.06, 0.1, 0.1, "matmul seconds over those at the measured ceiling"),
-    Coefficient("blackwell", 1.15, 0.1, 0.08, "Blackwell's seconds in long runs over those of short benchmarks"),
+    Coefficient(
+        "blackwell", 1.15, 0.1, 0.08, "Blackwell's seconds in long runs over those of short benchmarks"
+    ),
     Coefficient("accumulate", 1.2, 0.3, 0.32, "bytes of gradient accumulation over the memory rate"),
     Coefficient("waves", 0.5, 0.5, 0.48, "share of the loss to whole waves of tiles"),
     Coefficient("moved", 0.6, 0.5, 0.48, "matmul operand bytes over the memory rate, added to FLOPs"),
@@ -84,7 +86,9 @@ def _exposed(k: dict[str, Floats], legs: tuple[Floats, Floats], window: Floats, 
     """Return what of a collective is not hidden: what the window leaves, and how much the hidden part slows compute."""
     total = legs[0] + legs[1]
     safe = np.maximum(total, 1e-9)
-    hidden = safe * window / np.sqrt(safe**2 + window**2 + 1e-18)  # the smaller of both, rounded at the corner
+    hidden = (
+        safe * window / np.sqrt(safe**2 + window**2 + 1e-18)
+    )  # the smaller of both, rounded at the corner
     share = (legs[0] * np.minimum(k["exposed"], 1.0) + legs[1] * np.minimum(k["exposed_out"], 1.0)) / safe
     return total - np.where(overlapped > 0, (1.0 - share) * np.minimum(hidden, total), 0.0)
 
@@ -98,8 +102,15 @@ def seconds(t: Terms, theta: Floats) -> Floats:
 
 def _step(t: Terms, k: dict[str, Floats]) -> dict[str, Floats]:
     sustained = np.where(t["blackwell"] > 0, k["blackwell"], 1.0)
-    k = {**k, **{name: k[name] * sustained for name in ("matmul", "eight", "grouped", "attention_f", "attention_b")}}
-    mm = t["matmul"] * np.where(t["cast"] > 0, k["eight"] * np.where(t["rowwise"] > 0, k["rowwise"], 1.0), k["matmul"])
+    k = {
+        **k,
+        **{
+            name: k[name] * sustained for name in ("matmul", "eight", "grouped", "attention_f", "attention_b")
+        },
+    }
+    mm = t["matmul"] * np.where(
+        t["cast"] > 0, k["eight"] * np.where(t["rowwise"] > 0, k["rowwise"], 1.0), k["matmul"]
+    )
     mm = mm + t["grouped"] * k["grouped"] + t["waves"] * k["waves"] + t["moved"] * k["moved"]
     bytes_f = t["elementwise"] * k["elementwise"] + t["scores"] * k["scores"] + t["cast"] * k["cast"]
     forward = mm + t["attention_f"] * k["attention_f"] + bytes_f
@@ -155,7 +166,9 @@ def _step(t: Terms, k: dict[str, Floats]) -> dict[str, Floats]:
     middles = np.where(p > 2, middle_f + middle_b, 0.0)
     slowest = np.maximum(np.maximum(firsts, lasts), middles)
     others = np.where(lone, 0.0, firsts + lasts + np.maximum(p - 2.0, 0.0) * middles - slowest)
-    send = (t["send_in"] * k["inner"] + t["send_out"] * k["outer"]) * k["send"] + np.where(lone, 0.0, 0.2 * k["call"])
+    send = (t["send_in"] * k["inner"] + t["send_out"] * k["outer"]) * k["send"] + np.where(
+        lone, 0.0, 0.2 * k["call"]
+    )
     fill = others / v * t["bubble"] + np.where(lone, 0.0, 2.0 * send * (p - 1.0))
     steady = np.where(lone, 0.0, 2.0 * send * v * (p - 1.0) / p)
     steady = steady * np.where(t["overlap_p2p"] > 0, 0.1, 1.0)
@@ -164,4 +177,11 @@ def _step(t: Terms, k: dict[str, Floats]) -> dict[str, Floats]:
     update = t["optimizer"] * k["optimizer"] + t["host"]
     total = pipe + once_wait + update + k["fixed"]
     total = total * (1.0 + k["straggler"] * np.log2(t["nodes"]))
-    return {"step": total, "pipe": pipe, "once": once_wait, "update": update, "slowest": slowest, "fill": fill}
+    return {
+        "step": total,
+        "pipe": pipe,
+        "once": once_wait,
+        "update": update,
+        "slowest": slowest,
+        "fill": fill,
+    }

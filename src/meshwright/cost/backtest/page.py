@@ -16,7 +16,18 @@ LEFT: Final = 60.0
 TOP: Final = 24.0
 SIDE: Final = 360.0
 COLOURS: Final = (
-    *("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0"),
+    *(
+        "#4269d0",
+        "#efb118",
+        "#ff725c",
+        "#6cc5b0",
+        "#3ca951",
+        "#ff8ab7",
+        "#a463f2",
+        "#97bbf5",
+        "#9c6b4e",
+        "#9498a0",
+    ),
     *("#1f77b4", "#2ca02c", "#d62728", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
 )
 
@@ -25,7 +36,11 @@ def pages(report: Report) -> dict[str, str]:
     """Return the files of the page by name: ``backtest.md`` and its plots."""
     plots = {
         "backtest-time.svg": scatter(
-            [(p.case.label, p.case.step_s, p.step_s) for p in report.predictions if p.step_s and not p.case.composed],
+            [
+                (p.case.label, p.case.step_s, p.step_s)
+                for p in report.predictions
+                if p.step_s and not p.case.composed
+            ],
             "seconds per step",
         ),
         "backtest-memory.svg": scatter(
@@ -76,7 +91,9 @@ def scatter(points: Sequence[tuple[str, float | None, float | None]], unit: str)
         top = TOP + 12 + 15 * k
         out.append(f'<circle cx="{LEFT + SIDE + 18}" cy="{top - 4}" r="4" fill="{colour[name]}"/>')
         out.append(f'<text x="{LEFT + SIDE + 28}" y="{top}">{escape(_short(name))}</text>')
-    out.append(f'<text x="{LEFT + SIDE / 2}" y="{TOP + SIDE + 36}" text-anchor="middle">measured, {unit}</text>')
+    out.append(
+        f'<text x="{LEFT + SIDE / 2}" y="{TOP + SIDE + 36}" text-anchor="middle">measured, {unit}</text>'
+    )
     out.append(f'<text x="{LEFT}" y="{TOP - 8}">predicted, {unit}; dashed: 20 % off</text>')
     return _svg(out)
 
@@ -95,26 +112,32 @@ def oom_plot(predictions: Sequence[Predicted]) -> str:
         for k, count in enumerate(bins[ran_out]):
             tall = SIDE * math.log1p(count) / math.log1p(most)
             left = LEFT + step * k + shift
-            out.append(
-                f'<rect x="{left:.1f}" y="{TOP + SIDE - tall:.1f}" width="{step / 2 - 3:.1f}" height="{tall:.1f}" fill="{colour}"/>'
+            place = (
+                f'x="{left:.1f}" y="{TOP + SIDE - tall:.1f}" width="{step / 2 - 3:.1f}" height="{tall:.1f}"'
             )
+            out.append(f'<rect {place} fill="{colour}"/>')
             if count:
                 out.append(
                     f'<text x="{left + step / 4:.1f}" y="{TOP + SIDE - tall - 3:.1f}" text-anchor="middle">{count}</text>'
                 )
     for k in range(0, 11, 2):
-        out.append(f'<text x="{LEFT + step * k:.1f}" y="{TOP + SIDE + 16}" text-anchor="middle">{k / 10:g}</text>')
-    out.append(f'<text x="{LEFT + SIDE / 2}" y="{TOP + SIDE + 36}" text-anchor="middle">predicted probability of running out</text>')
+        out.append(
+            f'<text x="{LEFT + step * k:.1f}" y="{TOP + SIDE + 16}" text-anchor="middle">{k / 10:g}</text>'
+        )
+    middle = f'x="{LEFT + SIDE / 2}" y="{TOP + SIDE + 36}" text-anchor="middle"'
+    out.append(f"<text {middle}>predicted probability of running out</text>")
     out.append(f'<text x="{LEFT}" y="{TOP - 8}">layouts (log scale): blue ran, red ran out of memory</text>')
     return _svg(out)
 
 
 def _svg(body: Sequence[str]) -> str:
-    style = (
-        "text{font:11px sans-serif;fill:#333}.grid{stroke:#ddd}.one{stroke:#333}.far{stroke:#999;stroke-dasharray:4 3}"
-    )
+    style = "text{font:11px sans-serif;fill:#333}.grid{stroke:#ddd}.one{stroke:#333}"
+    style += ".far{stroke:#999;stroke-dasharray:4 3}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img"><style>{style}</style>'
-    return "\n".join([head, f'<rect width="{WIDTH:g}" height="{HEIGHT:g}" fill="#fff"/>', *body, "</svg>"]) + "\n"
+    return (
+        "\n".join([head, f'<rect width="{WIDTH:g}" height="{HEIGHT:g}" fill="#fff"/>', *body, "</svg>"])
+        + "\n"
+    )
 
 
 def _short(name: str) -> str:
@@ -161,7 +184,13 @@ def _markdown(report: Report) -> str:
         out += _table(
             ("source", "rows", "error %", "bias %", "inside the 80 % band %"),
             [
-                (k, str(v["rows"]), _number(v["mape_pct"]), _number(v["bias_pct"]), _number(v.get("coverage_pct")))
+                (
+                    k,
+                    str(v["rows"]),
+                    _number(v["mape_pct"]),
+                    _number(v["bias_pct"]),
+                    _number(v.get("coverage_pct")),
+                )
                 for k, v in left["by_source"].items()
             ],
         )
@@ -189,10 +218,28 @@ def _time_table(by_source: dict[str, Any]) -> list[str]:
     for name, entry in by_source.items():
         t = entry["time"]
         if t["rows"]:
-            keys = ("mape_pct", "median_ape_pct", "bias_pct", "spearman", "coverage_pct", "top1_regret_pct", "top3_regret_pct")
+            keys = (
+                "mape_pct",
+                "median_ape_pct",
+                "bias_pct",
+                "spearman",
+                "coverage_pct",
+                "top1_regret_pct",
+                "top3_regret_pct",
+            )
             cells = [_number(t.get(key)) if key != "spearman" else _rank(t.get(key)) for key in keys]
             rows.append((name, str(t["rows"]), *cells))
-    header = ("source", "rows", "error %", "median %", "bias %", "rank corr.", "in 80 % band %", "top-1 regret %", "top-3 %")
+    header = (
+        "source",
+        "rows",
+        "error %",
+        "median %",
+        "bias %",
+        "rank corr.",
+        "in 80 % band %",
+        "top-1 regret %",
+        "top-3 %",
+    )
     return _table(header, rows)
 
 
@@ -212,7 +259,11 @@ def _memory(s: dict[str, Any]) -> list[str]:
     m = s["memory"]
     number: Callable[[float | None], str] = _number
     rows = [
-        (k, str(v["memory"]["rows"]), *(number(v["memory"][key]) for key in ("mape_pct", "bias_pct", "worst_pct")))
+        (
+            k,
+            str(v["memory"]["rows"]),
+            *(number(v["memory"][key]) for key in ("mape_pct", "bias_pct", "worst_pct")),
+        )
         for k, v in s["by_source"].items()
         if v["memory"]["rows"]
     ]
@@ -224,9 +275,9 @@ def _memory(s: dict[str, Any]) -> list[str]:
             "",
             "![probability of running out](backtest-oom.svg)",
             "",
-            f"{m['oom_rows']} layouts ran out of memory; {number(m['oom_recall_pct'])} % of them have a probability above "
-            f"{m['oom_probability_gate']:g}. {m['oom_ran_rows']} layouts ran; {number(m['oom_false_alarm_pct'])} % of "
-            "them are false alarms.",
+            f"{m['oom_rows']} layouts ran out of memory; {number(m['oom_recall_pct'])} % of them have a probability "
+            f"above {m['oom_probability_gate']:g}. {m['oom_ran_rows']} layouts ran; {number(m['oom_false_alarm_pct'])} % "
+            "of them are false alarms.",
             "",
         ]
     return out

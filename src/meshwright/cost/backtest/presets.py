@@ -11,32 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any
 
-GENERATIONS: Final[tuple[tuple[str, str], ...]] = (
-    ("V100", "volta"),
-    ("A100", "ampere"),
-    ("A800", "ampere"),
-    ("A10G", "ampere"),
-    ("A30", "ampere"),
-    ("A40", "ampere"),
-    ("A6000", "ampere"),
-    ("3090", "ampere"),
-    ("4090", "ada"),
-    ("L40", "ada"),
-    ("L20", "ada"),
-    ("L4", "ada"),
-    ("GB200", "blackwell"),
-    ("GB300", "blackwell"),
-    ("B200", "blackwell"),
-    ("B300", "blackwell"),
-    ("H100", "hopper"),
-    ("H200", "hopper"),
-    ("GH200", "hopper"),
-    ("H800", "hopper"),
-    ("H20", "hopper"),
-    ("MI", "cdna"),
-)
+from meshwright.cost.kernels import generation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +82,6 @@ def _table() -> Mapping[str, Any]:
     return json.loads(text)
 
 
-def generation(gpu: str) -> str:
-    """Return the generation of a device by its name ("ampere", "hopper", ...), or "other"."""
-    names = sorted(GENERATIONS, key=lambda pair: -len(pair[0]))
-    return next((name for part, name in names if part in gpu), "other")
-
-
 def ran(framework: str, gpu: str, notes: str, compiled: bool) -> Ran:
     """Return what ran for a framework on a device, with what the notes print on top."""
     out = Ran()
@@ -123,7 +94,9 @@ def ran(framework: str, gpu: str, notes: str, compiled: bool) -> Ran:
         if note["contains"] in notes and "compiled" in note["set"]:
             compiled = True
     if compiled:  # one kernel per chain of elementwise operations
-        out = replace(out, norm="fused", activation="fused", rope="fused", launch=0.6 * out.launch, compiled=True)
+        out = replace(
+            out, norm="fused", activation="fused", rope="fused", launch=0.6 * out.launch, compiled=True
+        )
     for note in _table()["notes"]:
         if note["contains"] in notes:
             out = _set(out, note["set"], kind)
@@ -132,10 +105,12 @@ def ran(framework: str, gpu: str, notes: str, compiled: bool) -> Ran:
 
 def _set(value: Ran, settings: Mapping[str, Any], kind: str) -> Ran:
     known = {f.name for f in fields(Ran)}
-    chosen = {
-        name: (held.get(kind, held.get("default")) if isinstance(held, dict) else held)  # pyright: ignore
-        for name, held in settings.items()
-    }
+    chosen: dict[str, Any] = {}
+    for name, held in settings.items():
+        by_generation: dict[str, Any] | None = held if isinstance(held, dict) else None
+        chosen[name] = (
+            held if by_generation is None else by_generation.get(kind, by_generation.get("default"))
+        )
     assert set(chosen) <= known, sorted(set(chosen) - known)
     return replace(value, **chosen)
 

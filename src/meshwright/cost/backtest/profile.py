@@ -5,11 +5,9 @@ The package ships one, fitted on the public rows that it names. ``plan`` reads i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from meshwright.cost.backtest import memory_model, model
 from meshwright.cost.backtest.calibrate import MemoryProfile, Profile
 from meshwright.cost.backtest.case import Case
 from meshwright.cost.collective import Floats
+from meshwright.cost.shipped import profile_json
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,9 @@ def profile_dict(
         if name in time.stacks:
             entry["time"] = _named(model.NAMES, time.stacks[name])
             entry["time_covariance"] = np.round(time.covariances[name], 7).tolist()
-            entry["devices"] = {k.split("/", 1)[1]: v for k, v in time.offsets.items() if k.split("/", 1)[0] == name}
+            entry["devices"] = {
+                k.split("/", 1)[1]: v for k, v in time.offsets.items() if k.split("/", 1)[0] == name
+            }
             entry["band_80"] = stack_bands.get(name, cold_band)
         if name in memory.stacks:
             entry["memory"] = _named(memory_model.MEMORY_NAMES, memory.stacks[name])
@@ -106,7 +107,8 @@ def read_profile(raw: Mapping[str, Any]) -> Shipped:
         offsets={f"{name}/{gpu}": v for name, s in with_time.items() for gpu, v in s["devices"].items()},
     )
     memory = MemoryProfile(
-        memory_of(raw["common"]["memory"]), {n: memory_of(s["memory"]) for n, s in stacks.items() if "memory" in s}
+        memory_of(raw["common"]["memory"]),
+        {n: memory_of(s["memory"]) for n, s in stacks.items() if "memory" in s},
     )
     return Shipped(
         date=raw["fitted"],
@@ -121,5 +123,4 @@ def read_profile(raw: Mapping[str, Any]) -> Shipped:
 @cache
 def shipped() -> Shipped:
     """Return the profile that the package ships."""
-    text = (files("meshwright.cost") / "data" / "profiles.json").read_text(encoding="utf-8")
-    return read_profile(json.loads(text))
+    return read_profile(profile_json())

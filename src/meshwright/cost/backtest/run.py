@@ -21,7 +21,7 @@ from meshwright.cost.backtest.calibrate import (
     predict_logs,
 )
 from meshwright.cost.backtest.case import Case, Skipped, resolve
-from meshwright.cost.backtest.folds import Index, by_key, sweep_folds
+from meshwright.cost.backtest.folds import Index, by_key, picked, sweep_folds
 from meshwright.cost.backtest.memory_model import oom_probability
 from meshwright.cost.backtest.memory_terms import memory_terms
 from meshwright.cost.backtest.profile import Shipped, shipped
@@ -132,7 +132,7 @@ def backtest(
     scores |= _scores(sets, time_logs, band, peak_logs, probability)
     scores |= scorer.beside()
     predictions = _predictions(sets, time_logs, band, peak_logs, probability)
-    return Report(scores, predictions, tuple([*skipped, *skipped_out]))
+    return Report(scores, predictions, (*skipped, *skipped_out))
 
 
 def _nothing(skipped: Sequence[Skipped]) -> Any:
@@ -153,9 +153,12 @@ def _scores(
         at = np.array([k for k, case in enumerate(s.timed) if case.label == label], dtype=np.intp)
         size = np.array([k for k, case in enumerate(s.sized) if case.label == label], dtype=np.intp)
         mine = {case.id for case in [*s.timed, *s.sized] if case.label == label}
-        entry: dict[str, Any] = {"rows": len(mine), "composed": bool(len(at)) and s.timed[at[0]].composed}
+        entry: dict[str, Any] = {
+            "rows": len(mine),
+            "composed": any(case.composed for case in picked(s.timed, at)),
+        }
         none: dict[str, Any] = {"rows": 0}
-        entry["time"] = time_scores([s.timed[k] for k in at], time_logs[at], band[at]) if len(at) else none
+        entry["time"] = time_scores(picked(s.timed, at), time_logs[at], band[at]) if len(at) else none
         entry["memory"] = errors(peak_logs[size]) if len(size) else none
         by[label] = entry
     real = {k: v for k, v in by.items() if not v["composed"]}
@@ -191,7 +194,7 @@ def _predictions(
 
 
 def quantile(residuals: Floats, weight: Floats | None = None) -> float:
-    """Return the half-width of an 80 % band: the residual at that share, with the finite-sample step of conformal prediction.
+    """Return the half-width of an 80 % band: the residual at that share, one row more counted as missed.
 
     With ``weight`` every source counts once, however many rows it has.
     """
@@ -206,7 +209,7 @@ def quantile(residuals: Floats, weight: Floats | None = None) -> float:
 
 
 def bands(cases: Sequence[Case], logs: Floats, parts: Sequence[Index]) -> Floats:
-    """Return [cases] half-widths of 80 % bands: each part's from residuals of the other parts, by stack where they are many."""
+    """Return [cases] half-widths of 80 % bands: each part's from the other parts' residuals, by stack if many."""
     out = np.zeros(len(cases))
     fold = np.zeros(len(cases), dtype=np.intp)
     sizes: dict[str, int] = {}
@@ -233,10 +236,14 @@ class _Calibrated:
         self.s = sets
         self.folds = folds
         every = np.arange(len(sets.timed))
-        self.profile: Profile | None = fit_profile(sets.time, sets.logs, sets.timed, every) if len(every) else None
+        self.profile: Profile | None = (
+            fit_profile(sets.time, sets.logs, sets.timed, every) if len(every) else None
+        )
         self.cases = list({c.id: c for c in [*sets.timed, *sets.sized, *sets.sided]}.values())
         parts = sweep_folds(self.cases, folds)
-        self.fold = {self.cases[i].id: number for number, part in enumerate(parts) for i in part}
+        self.fold = {
+            case.id: number for number, part in enumerate(parts) for case in picked(self.cases, part)
+        }
 
     def _parts(self, cases: Sequence[Case]) -> list[Index]:
         number = np.array([self.fold[case.id] for case in cases], dtype=np.intp)
@@ -263,7 +270,7 @@ class _Calibrated:
         known = np.array([k for k, case in enumerate(s.sided) if self.fold[case.id] != number], dtype=np.intp)
         zero = np.zeros(len(memory_model.MEMORY_NAMES))
         return fit_memory(
-            s.size, s.sized, train, s.side.take(known), [s.sided[k] for k in known], s.sign[known], zero
+            s.size, s.sized, train, s.side.take(known), picked(s.sided, known), s.sign[known], zero
         )
 
     def _profiles(self) -> list[MemoryProfile]:
@@ -273,7 +280,9 @@ class _Calibrated:
         self.memories = self._profiles() if self.s.sized else []
         out = np.zeros(len(self.s.sized))
         for number, profile in enumerate(self.memories):
-            rows = np.array([k for k, c in enumerate(self.s.sized) if self.fold[c.id] == number], dtype=np.intp)
+            rows = np.array(
+                [k for k, c in enumerate(self.s.sized) if self.fold[c.id] == number], dtype=np.intp
+            )
             if len(rows):
                 out[rows] = memory_logs(profile, self.s.size, self.s.sized, rows)
         return out
@@ -281,7 +290,9 @@ class _Calibrated:
     def oom(self) -> Floats:
         out = np.zeros(len(self.s.sided))
         for number, profile in enumerate(self.memories):
-            rows = np.array([k for k, c in enumerate(self.s.sided) if self.fold[c.id] == number], dtype=np.intp)
+            rows = np.array(
+                [k for k, c in enumerate(self.s.sided) if self.fold[c.id] == number], dtype=np.intp
+            )
             if len(rows):
                 theta = memory_theta(profile, self.s.sided, rows)
                 out[rows] = oom_probability(self.s.side.take(rows), theta)
@@ -289,7 +300,7 @@ class _Calibrated:
 
     def _band(self, logs: Floats, rows: Index) -> float:
         """Return the half-width of log time that covers 80 % of rows, every source counting once."""
-        labels = [self.s.timed[k].label for k in rows]
+        labels = [case.label for case in picked(self.s.timed, rows)]
         weight = np.array([1.0 / labels.count(label) for label in labels])
         return quantile(logs[rows], weight)
 
@@ -311,7 +322,7 @@ class _Calibrated:
             by: dict[str, Any] = {}
             for label in sorted({self.s.timed[k].label for k in real}):
                 at = np.array([k for k in real if self.s.timed[k].label == label], dtype=np.intp)
-                by[label] = time_scores([self.s.timed[k] for k in at], logs[at], band[at])
+                by[label] = time_scores(picked(self.s.timed, at), logs[at], band[at])
             at = np.array(real, dtype=np.intp)
             out[name] = over_sources(by) | {"band_80": self._band(logs, at), "by_source": by}
         return {"left_out": out}

@@ -81,11 +81,15 @@ def over_sources(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     for key in (*MEAN_KEYS, "top1_regret_pct", "top3_regret_pct"):
         values = [float(s[key]) for s in scores.values() if s.get(key) is not None]
         out[key] = float(np.mean(values)) if values else None
-    out["abs_bias_pct"] = float(np.mean([abs(float(s["bias_pct"])) for s in scores.values()])) if scores else None
+    out["abs_bias_pct"] = (
+        float(np.mean([abs(float(s["bias_pct"])) for s in scores.values()])) if scores else None
+    )
     return out
 
 
-def oom_scores(probability: Floats, ran_out: np.ndarray[Any, np.dtype[np.bool_]], gate: float) -> dict[str, Any]:
+def oom_scores(
+    probability: Floats, ran_out: np.ndarray[Any, np.dtype[np.bool_]], gate: float
+) -> dict[str, Any]:
     """Return counts of layouts that ran out and were not told so, and the other way round."""
     told = probability > gate
     misses, false = int((ran_out & ~told).sum()), int((~ran_out & told).sum())

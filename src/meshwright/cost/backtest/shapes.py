@@ -66,7 +66,7 @@ def moe_gemms(c: Case) -> list[Gemm]:
 
 
 def head_gemm(c: Case) -> Gemm:
-    """Return the product with the language-model head, whose columns the tensor axis divides (gathered or not after it)."""
+    """Return the product with the language-model head, whose columns the tensor axis divides."""
     return Gemm(c.tokens, float(c.hidden), c.vocab / c.tp)
 
 
@@ -93,8 +93,11 @@ def model_flops_per_token(c: Case) -> float:
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters on one rank after tensor and expert degrees: of a dense layer, a layer with experts, their routed part,
-    the embedding table, learned positions and the head (0 where tied and the embedding is on the same rank)."""
+    """Parameters on one rank after tensor and expert degrees.
+
+    Of a dense layer, a layer with experts and the routed part of it, the embedding table, learned positions, and the head
+    (0 where it is tied and the embedding is on the same rank).
+    """
 
     dense: float
     moe: float
@@ -111,7 +114,9 @@ def weights(c: Case) -> Weights:
     biases = 0.0 if c.gated else (4.0 * h + (c.ffn + c.hidden)) / tp
     if c.kv_lora:
         nope = c.head_dim - c.rope_dim
-        query = h * c.q_lora + c.q_lora * c.heads * c.head_dim / tp if c.q_lora else h * c.heads * c.head_dim / tp
+        query = (
+            h * c.q_lora + c.q_lora * c.heads * c.head_dim / tp if c.q_lora else h * c.heads * c.head_dim / tp
+        )
         attention = query + h * (c.kv_lora + c.rope_dim)
         attention += c.kv_lora * c.heads * (nope + c.value_dim) / tp + c.heads * c.value_dim * h / tp
     else:

@@ -35,6 +35,8 @@ def profile_of(rows: Sequence[Row], out_of_memory: Sequence[Row], report: Report
     left_out: dict[str, Any] = report.scores["left_out"]["source"]
     cold = float(left_out["band_80"])
     bands = {
-        name: quantile(np.array(values)) for name, values in residuals.items() if len(values) >= LEAST_BAND_ROWS
+        name: quantile(np.array(values))
+        for name, values in residuals.items()
+        if len(values) >= LEAST_BAND_ROWS
     }
     return profile_dict("2026-11", time, memory, bands, cold, cases)

@@ -15,7 +15,17 @@ from meshwright.base.errors import MeshwrightError, Problem, nearest, problem, r
 TEXT: Final = ("id", "source", "model_name", "gpu", "framework", "dtype", "zero_stage_or_fsdp", "offload")
 OPTIONAL_TEXT: Final = ("source_where", "notes", "tflops_definition", "activation_recompute")
 NUMBERS: Final = (
-    *("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "seq_len", "tied_embeddings", "gated_mlp"),
+    *(
+        "layers",
+        "hidden",
+        "ffn_hidden",
+        "heads",
+        "kv_heads",
+        "vocab",
+        "seq_len",
+        "tied_embeddings",
+        "gated_mlp",
+    ),
     *("moe_experts", "moe_topk", "params_b", "gpu_mem_gb", "n_gpus", "gpus_per_node", "intra_bw", "inter_bw"),
     *("tp", "sp", "pp", "cp", "ep", "dp", "micro_batch", "grad_accum", "global_batch_sequences"),
     *("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "hfu_pct", "peak_mem_gb"),
@@ -90,7 +100,8 @@ def parse_table(text: str, where: str = "table") -> tuple[Row, ...]:
             problems.append(problem("E466", where=where, found=found))
         seen[row.id] = row.line
     if len(problems) > MAX_TOLD:
-        more = problem("E463", where=where, found=f"and {len(problems) - MAX_TOLD} more cells like these")
+        code = problems[MAX_TOLD].code
+        more = problem(code, where=where, found=f"and {len(problems) - MAX_TOLD} more like these")
         problems = [*problems[:MAX_TOLD], more]
     refuse(problems)
     return tuple(rows)
@@ -132,7 +143,9 @@ def _row(line: int, header: Sequence[str], cells: Sequence[str], where: str, pro
             continue
         if not math.isfinite(number) or not 0 <= number <= LARGEST:
             found = f"{name} = {value[:40]}"
-            problems.append(problem("E463", where=label, found=found, needs=f"0 <= {name} <= {LARGEST:.0e}, or empty"))
+            problems.append(
+                problem("E463", where=label, found=found, needs=f"0 <= {name} <= {LARGEST:.0e}, or empty")
+            )
             continue
         numbers[name] = number
     texts = {name: cell.get(name, "") for name in (*TEXT, *OPTIONAL_TEXT)}

@@ -59,7 +59,11 @@ def terms(cases: Sequence[Case]) -> Terms:
     return Terms({name: np.array([row[name] for row in rows]) for name in rows[0]}) if rows else Terms({})
 
 
-POWER_W = {"H100-SXM-96GB-HBM2e": (500.0, 700.0), "GB200-186GB": (1200.0, 1000.0), "GB300-288GB": (1400.0, 1000.0)}
+POWER_W = {
+    "H100-SXM-96GB-HBM2e": (500.0, 700.0),
+    "GB200-186GB": (1200.0, 1000.0),
+    "GB300-288GB": (1400.0, 1000.0),
+}
 """Power limit of a device, and that of the part on which its generation's long-run rate rests (H100 at 700 W, B200 at
 1000 W): the torchtitan page prints 500 W, the others are the parts' limits (product knowledge)."""
 
@@ -103,7 +107,7 @@ def _gemms(c: Case, gemms: Sequence[Gemm], layers: float, out: dict[str, float],
 def _compute(c: Case) -> dict[str, float]:
     """Return forward seconds of one micro-batch through all layers, and through the head."""
     names = ("matmul", "grouped", "waves", "moved", "cast", "head_matmul", "head_waves", "head_moved")
-    out = dict.fromkeys(names, 0.0)
+    out: dict[str, float] = dict.fromkeys(names, 0.0)
     moe_layers = float(c.layers - c.dense_layers) if c.experts else 0.0
     dense = c.layers - moe_layers
     if dense:
@@ -124,11 +128,17 @@ def _compute(c: Case) -> dict[str, float]:
         out["attention_f"] = 2.0 * flops / ceiling / UNFUSED_SHARE
         out["attention_b"] = 4.0 * flops / ceiling / UNFUSED_SHARE
         square = c.micro_batch * c.heads / c.tp * float(c.seq) ** 2 * c.layers
-        scores = square * ((26.0 if c.ran.attention == "plain" else 9.0) + (5.0 if c.ran.dropout else 0.0)) / rate
+        scores = (
+            square * ((26.0 if c.ran.attention == "plain" else 9.0) + (5.0 if c.ran.dropout else 0.0)) / rate
+        )
     out["scores"] = scores
     out["elementwise"] = _elementwise(c, moe_layers) / rate
-    kernels = 9.0 + {"fused": 2, "native": 2, "upcast": 12}[c.ran.norm] + (4 if c.ran.rope == "unfused" else 1)
-    kernels += (2 if c.ran.activation == "unfused" else 1) + (0 if c.ran.attention in FLASH else 5) + (c.tp > 1) * 4
+    kernels = (
+        9.0 + {"fused": 2, "native": 2, "upcast": 12}[c.ran.norm] + (4 if c.ran.rope == "unfused" else 1)
+    )
+    kernels += (
+        (2 if c.ran.activation == "unfused" else 1) + (0 if c.ran.attention in FLASH else 5) + (c.tp > 1) * 4
+    )
     kernels = kernels * dense + (kernels + 25.0) * moe_layers
     out["kernels"] = kernels * c.ran.launch
     logits = c.tokens * c.vocab / (c.tp if c.ran.logits_split else 1)
@@ -172,7 +182,9 @@ def _calls(num_bytes: float, count: float) -> float:
     return count * (0.2 + num_bytes / (num_bytes + CALL_BYTES))
 
 
-def _ring(c: Case, payload: float, size: int, stride: int, calls: float = 1.0, both: bool = False) -> tuple[float, float, float]:
+def _ring(
+    c: Case, payload: float, size: int, stride: int, calls: float = 1.0, both: bool = False
+) -> tuple[float, float, float]:
     """Return (inner seconds, outer seconds, latency hops) of an all-gather or reduce-scatter, ``both`` an all-reduce."""
     if size < 2:
         return 0.0, 0.0, 0.0
@@ -188,7 +200,9 @@ def _ring(c: Case, payload: float, size: int, stride: int, calls: float = 1.0, b
 
 def _tensor(c: Case) -> dict[str, float]:
     """Return communication of the tensor, context and expert axes in a forward of all layers; backward is as much."""
-    out = dict.fromkeys(("tp_in", "tp_out", "tp_calls", "tp_again", "tp_copies", "cp_in", "cp_out", "cp_calls"), 0.0)
+    out: dict[str, float] = dict.fromkeys(
+        ("tp_in", "tp_out", "tp_calls", "tp_again", "tp_copies", "cp_in", "cp_out", "cp_calls"), 0.0
+    )
     out |= dict.fromkeys(("ep_in", "ep_out", "ep_calls"), 0.0)
     message = c.tokens * c.hidden * 2.0
     moe_layers = float(c.layers - c.dense_layers) if c.experts else 0.0
@@ -257,7 +271,9 @@ def _data(c: Case) -> dict[str, float]:
     out["gathers_once"] = float(c.stage in (1, 2))
     out["reduces_each"] = float(c.stage >= 2 and c.ran.reduce_every)
     # gradients are added to whole buffers each micro-batch; stage 3 copies what it gathers and scatters
-    passes = 2.0 * c.ran.grad_bytes + 2.0 if c.stage < 3 else 3.0 * c.ran.gather_bytes + 2.0 * c.ran.reduce_bytes
+    passes = (
+        2.0 * c.ran.grad_bytes + 2.0 if c.stage < 3 else 3.0 * c.ran.gather_bytes + 2.0 * c.ran.reduce_bytes
+    )
     trained = 0.0 if c.lora else dense - (w.embedding + w.positions) + routed
     out["accumulate"] = trained * passes / c.device.memory_rate.value
     held = dense / (c.shard if c.stage else 1) + routed / (expert_ranks if c.stage else 1)
