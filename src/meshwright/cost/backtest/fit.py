@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from scipy.optimize import least_squares  # pyright: ignore
@@ -44,7 +44,7 @@ def solve(
         soft = np.sign(data) * np.sqrt(2.0 * (np.sqrt(1.0 + data**2) - 1.0))
         return np.concatenate([weight * soft, (theta - centre) / spread])
 
-    found: Any = least_squares(residuals, start, method="trf", max_nfev=25, x_scale=spread)
+    found = cast(Any, least_squares(residuals, start, method="trf", max_nfev=25, x_scale=spread))  # pyright: ignore
     jacobian: Floats = np.asarray(found.jac, dtype=np.float64)
     solved: Floats = np.asarray(found.x, dtype=np.float64)
     return solved, np.asarray(np.linalg.inv(jacobian.T @ jacobian), dtype=np.float64)

@@ -7,7 +7,7 @@ observation of which side of the device's memory the peak lies on.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from scipy.optimize import least_squares  # pyright: ignore
@@ -98,7 +98,7 @@ def solve_memory(
             parts.append(0.7 * np.sqrt(-2.0 * told))
         return np.concatenate(parts)
 
-    found: Any = least_squares(residuals, centre, method="trf", max_nfev=25, x_scale=spread)  # pyright: ignore
+    found = cast(Any, least_squares(residuals, centre, method="trf", max_nfev=25, x_scale=spread))  # pyright: ignore
     jacobian: Floats = np.asarray(found.jac, dtype=np.float64)
     solved: Floats = np.asarray(found.x, dtype=np.float64)
     return solved, np.asarray(np.linalg.inv(jacobian.T @ jacobian), dtype=np.float64)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, cast
 
 from meshwright.cost.kernels import generation
 
@@ -107,10 +107,10 @@ def _set(value: Ran, settings: Mapping[str, Any], kind: str) -> Ran:
     known = {f.name for f in fields(Ran)}
     chosen: dict[str, Any] = {}
     for name, held in settings.items():
-        by_generation: dict[str, Any] | None = held if isinstance(held, dict) else None
-        chosen[name] = (
-            held if by_generation is None else by_generation.get(kind, by_generation.get("default"))
-        )
+        if isinstance(held, dict):
+            by_generation = cast("dict[str, Any]", held)
+            held = by_generation.get(kind, by_generation.get("default"))
+        chosen[name] = held
     assert set(chosen) <= known, sorted(set(chosen) - known)
     return replace(value, **chosen)
 
