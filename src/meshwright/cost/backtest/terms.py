@@ -134,7 +134,7 @@ def _compute(c: Case) -> dict[str, float]:
     out["scores"] = scores
     out["elementwise"] = _elementwise(c, moe_layers) / rate
     kernels = (
-        9.0 + {"fused": 2, "native": 2, "upcast": 12}[c.ran.norm] + (4 if c.ran.rope == "unfused" else 1)
+        20.0 + {"fused": 2, "native": 2, "upcast": 12}[c.ran.norm] + (4 if c.ran.rope == "unfused" else 1)
     )
     kernels += (
         (2 if c.ran.activation == "unfused" else 1) + (0 if c.ran.attention in FLASH else 5) + (c.tp > 1) * 4
