@@ -194,16 +194,17 @@ def _predictions(
 
 
 def quantile(residuals: Floats, weight: Floats | None = None) -> float:
-    """Return the half-width of an 80 % band: the residual at that share, one row more counted as missed.
+    """Return the half-width of an 80 % band: the residual at that share, one more counted as missed.
 
-    With ``weight`` every source counts once, however many rows it has.
+    ``weight`` gives every source the same say, however many rows it has; its sum is the number of sources, of which then
+    one more is counted as missed.
     """
-    if not len(residuals) or (weight is not None and not weight.sum()):
-        return UNKNOWN_BAND
     size = np.abs(residuals)
+    share = np.ones(len(size)) if weight is None else weight
+    if not share.sum():
+        return UNKNOWN_BAND
     order = np.argsort(size)
-    share = np.ones(len(size)) if weight is None else weight[order] * (weight > 0).sum() / weight.sum()
-    reached = np.cumsum(share) / (share.sum() + 1.0)
+    reached = np.cumsum(share[order]) / (share.sum() + 1.0)
     place = min(len(size) - 1, int(np.searchsorted(reached, BAND)))
     return float(size[order][place])
 
