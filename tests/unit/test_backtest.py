@@ -12,12 +12,14 @@ import pytest
 from meshwright.base.errors import ExitCode, MeshwrightError
 from meshwright.cli.main import run as command
 from meshwright.cost.backtest import memory_model, model
-from meshwright.cost.backtest.case import Case, resolve
+from meshwright.cost.backtest.bands import quantile
+from meshwright.cost.backtest.case import Case
 from meshwright.cost.backtest.folds import sweep_folds
 from meshwright.cost.backtest.memory_terms import in_flight, layer_bytes, memory_terms
 from meshwright.cost.backtest.page import pages
 from meshwright.cost.backtest.presets import ran, stack_names
-from meshwright.cost.backtest.run import backtest, quantile
+from meshwright.cost.backtest.resolve import resolve
+from meshwright.cost.backtest.run import backtest
 from meshwright.cost.backtest.score import over_sources, regrets, spearman
 from meshwright.cost.backtest.shapes import model_flops_per_token, weights
 from meshwright.cost.backtest.table import NEEDED, parse_table, read_table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.cli.options import Json
-from meshwright.cli.output import check_writable, finite, show_json, show_line, table, write_new_text
+from meshwright.cli.output import check_writable, show_json, show_line, table, write_new_text
 
 if TYPE_CHECKING:
     from meshwright.cost.backtest.run import Report
@@ -76,9 +75,9 @@ def backtest(
     out = read_table(oom) if oom else ()
     report = run(rows, out, calibrate=calibrate, folds=5 if folds is None else folds)
     if save_profile:
-        from meshwright.cost.backtest.store import profile_of
+        from meshwright.cost.backtest.store import profile_of, profile_text
 
-        text = json.dumps(finite(profile_of(rows, out, report)), indent=1) + "\n"
+        text = profile_text(profile_of(rows, out, report))
         write_new_text(save_profile, text, "--save-profile")
         show_line(f"meshwright: wrote {save_profile}")
     if page:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshwright.cost.backtest import memory_model
+from meshwright.cost.backtest.bands import LEAST_BAND_ROWS, quantile
 from meshwright.cost.backtest.calibrate import fit_memory, fit_profile
-from meshwright.cost.backtest.case import resolve
 from meshwright.cost.backtest.profile import profile_dict
-from meshwright.cost.backtest.run import LEAST_BAND_ROWS, make_sets, quantile
+from meshwright.cost.backtest.resolve import resolve
+from meshwright.cost.backtest.scorers import make_sets
 from meshwright.cost.backtest.table import Row
 
 if TYPE_CHECKING:
@@ -40,3 +42,14 @@ def profile_of(rows: Sequence[Row], out_of_memory: Sequence[Row], report: Report
         if len(values) >= LEAST_BAND_ROWS
     }
     return profile_dict("2026-11", time, memory, bands, cold, cases)
+
+
+def profile_text(profile: Mapping[str, Any]) -> str:
+    """Return the profile as JSON text, one line per stack and per key, so that a change shows where it is."""
+    lines: list[str] = []
+    for key, value in profile.items():
+        if key != "stacks":
+            lines.append(f"  {json.dumps(key)}: {json.dumps(value)}")
+    stacks = [f"    {json.dumps(name)}: {json.dumps(stack)}" for name, stack in profile["stacks"].items()]
+    lines.append('  "stacks": {\n' + ",\n".join(stacks) + "\n  }")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
