@@ -65,7 +65,7 @@ STACK_SPREADS: Final = np.array([c.stack_spread for c in COEFFICIENTS])
 
 def _limit(seconds: Floats, floor: Floats) -> Floats:
     """Return the larger of two, rounded at the corner."""
-    return (seconds**6 + floor**6) ** (1.0 / 6.0)
+    return (seconds**3 + floor**3) ** (1.0 / 3.0)
 
 
 def _network(t: Terms, k: dict[str, Floats], name: str) -> tuple[Floats, Floats]:

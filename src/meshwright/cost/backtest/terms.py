@@ -129,7 +129,12 @@ def _compute(c: Case) -> dict[str, float]:
         out["attention_b"] = 4.0 * flops / ceiling / UNFUSED_SHARE
         square = c.micro_batch * c.heads / c.tp * float(c.seq) ** 2 * c.layers
         scores = (
-            square * ((26.0 if c.ran.attention == "plain" else 9.0) + (5.0 if c.ran.dropout else 0.0)) / rate
+            square
+            * (
+                (26.0 if c.ran.attention == "plain" else 7.0)
+                + (5.0 if c.ran.dropout or c.ran.attention_dropout else 0.0)
+            )
+            / rate
         )
     out["scores"] = scores
     out["elementwise"] = _elementwise(c, moe_layers) / rate
