@@ -12,6 +12,7 @@ import typer
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.cli import checkpoint, config_file, not_built
+from meshwright.cli.backtest import backtest
 from meshwright.cli.catalogues import clusters, models
 from meshwright.cli.estimate import estimate
 from meshwright.cli.explain import explain
@@ -66,6 +67,7 @@ for _name, _command, _short in (
     ("clusters", clusters, "List the clusters known by name."),
     ("plan", plan, "Find the best layouts on a cluster."),
     ("estimate", estimate, "Predict time and memory of one layout."),
+    ("backtest", backtest, "Score predictions against measured runs."),
     ("explain", explain, "Tell what one rank does, or explain a code."),
     ("simulate", simulate, "Play one step on the clock."),
     ("probe", probe, "Measure this machine."),

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from meshwright.base.codes import (
+    backtest,
     checkpoint,
     cluster,
     command,
@@ -38,6 +39,7 @@ TABLES: Final[tuple[tuple[CodeInfo, ...], ...]] = (
     checkpoint.CODES,
     command.CODES,
     report.CODES,
+    backtest.CODES,
     run.CODES,
 )
 
