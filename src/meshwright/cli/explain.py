@@ -69,10 +69,10 @@ def explain(
     if rank is None:
         do = f"add --rank N with N from 0 to {plan.world_size - 1}"
         raise MeshwrightError(problem("E862", where="meshwright explain", found="--rank is missing", do=do))
-    from meshwright.model.read_hf import spec_from_config
     from meshwright.program.explain import explain_rank
+    from meshwright.program.plan import plan_spec
 
-    spec = spec_from_config(plan.model_config, plan.model_name, plan.model_path)
+    spec = plan_spec(plan)
     text = explain_rank(plan, spec, rank, _gpus_per_node(plan))
     if as_json:
         show_json({"rank": rank, "world_size": plan.world_size, "plan_hash": plan.hash, "text": text})

@@ -20,6 +20,7 @@ def plan_of(
     seq_len: int | None,
     global_batch: int | None,
     freeze: tuple[str, ...] = (),
+    adapter: str | None = None,
 ) -> Plan:
     """Return the plan in the file ``target``, or the one that ``layout`` makes of the model ``target``.
 
@@ -36,10 +37,11 @@ def plan_of(
         do = "leave --layout out, or give the model instead of the plan"
         raise MeshwrightError(problem("E864", where=target, found=found, do=do))
     from meshwright.layout.parse import parse_layout
+    from meshwright.model.adapters import adapted, parse_adapter
     from meshwright.model.read_hf import read_model
     from meshwright.program.make import make_plan
 
-    spec = read_model(target)
+    spec = adapted(read_model(target), parse_adapter(adapter) if adapter is not None else None)
     parsed = parse_layout(layout)
     length = seq_len or min(DEFAULT_SEQ_LEN, spec.max_position_embeddings)
     batch = global_batch or 2 * parsed.dp * parsed.pp * parsed.micro_batch

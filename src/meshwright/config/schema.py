@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from meshwright.layout.batch import MOST_SEQUENCES, MOST_TOKENS
+from meshwright.model.adapters import MOST_RANK
 
 MOST_STEPS = 2**31
 MOST_SEED = 2**63 - 1
@@ -135,6 +136,24 @@ class RunSection(Section):
     deterministic: bool = Field(default=False, description="only algorithms that repeat bit for bit")
 
 
+class AdapterSection(Section):
+    """Low-rank adapters (LoRA), which then are all that trains."""
+
+    kind: Literal["none", "lora", "qlora"] = Field(
+        default="none", description="none, or lora; qlora (a base in 4 bits) is refused"
+    )
+    rank: Annotated[int, Field(ge=1, le=MOST_RANK)] = Field(
+        default=8, description="rank of the adapters' two factors"
+    )
+    alpha: Positive | None = Field(
+        default=None, description="the adapters' product is scaled by alpha / rank; null = twice the rank"
+    )
+    targets: list[Name] = Field(
+        default_factory=list,
+        description="last parts of the names of the linear layers that get one (q_proj); [] = attention and dense feed-forward",
+    )
+
+
 class ProfileSection(Section):
     """Traces of single steps."""
 
@@ -154,6 +173,7 @@ class RunFile(Section):
         default="auto", description='layout text such as "dp=2,zero=3", or auto (the planner chooses)'
     )
     run: RunSection
+    adapter: AdapterSection = AdapterSection()
     profile: ProfileSection = ProfileSection()
     cluster: Name | None = Field(
         default=None,

@@ -25,7 +25,6 @@ from meshwright.cost.pieces import (
     UnitSize,
     Work,
     WorkKey,
-    is_frozen,
     sharding_stage,
     unit_size,
     work_key,
@@ -136,7 +135,7 @@ def stage_tensors(pricer: Pricer, stage: int, stages: int) -> tuple[TensorSpec, 
 
 
 def _sizes(pricer: Pricer, tensors: Sequence[TensorSpec], tp: int, ep: int, shards: int) -> UnitSize:
-    trains = [not is_frozen(t.name, pricer.frozen) for t in tensors]
+    trains = [t.name not in pricer.stopped for t in tensors]
     return unit_size(tensors, trains, pricer.spec.attention, tp, ep, shards)
 
 

@@ -60,6 +60,7 @@ def check(
         problems += _context_heads(spec, layout)
     if cluster is not None and layout.tp > 1:
         problems += _nodes(layout, cluster.gpus_per_node)
+    problems += check_adapter(spec, layout)
     if for_run:
         problems += check_built(layout, spec)
     return problems
@@ -448,3 +449,19 @@ def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
         legal = [t for t in divisors(spec.num_heads) if (t - 1) * -(-spec.vocab_size // t) < spec.vocab_size]
         reasons.append((what + "leave the last without any", "rows on each rank", f"tp = {legal[-1]}"))
     return [problem("E253", where="layout.tp", found=f, needs=n, do=d) for f, n, d in reasons]
+
+
+def check_adapter(spec: ModelSpec, layout: Layout) -> list[Problem]:
+    """Return E270 for each axis on which adapters cannot run (kind "code"); nothing for a model without one."""
+    if spec.adapter is None:
+        return []
+    return [
+        problem(
+            "E270",
+            where=f"layout.{axis}",
+            found=f"{axis} = {getattr(layout, axis)} with an adapter",
+            do=f"{axis} = 1; dp, zero=3 and pp spread it as well",
+        )
+        for axis in ("tp", "cp", "ep")
+        if getattr(layout, axis) > 1
+    ]

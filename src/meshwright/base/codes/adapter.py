@@ -1,0 +1,73 @@
+"""Codes about adapters and offload (E270-E279)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from meshwright.base.codes.info import CodeInfo
+
+CODES: Final[tuple[CodeInfo, ...]] = (
+    CodeInfo(
+        code="E270",
+        title="Adapters are not built on this axis",
+        kind="code",
+        why="the two factors of an adapter need a cut of their own beside their matrix",
+        needs="dp with any zero and shard, and pp",
+        do="set the degree to 1 and spread over dp, zero or pp",
+        page="""LoRA runs with data parallelism, every ZeRO stage, HSDP, pipelines and recompute. On an axis that cuts
+the matrices themselves a column-cut matrix wants its B cut the same way and its A whole, a row-cut one the other way
+round; that is not built, so it is refused.""",
+    ),
+    CodeInfo(
+        code="E271",
+        title="An adapter's target is no matrix of the model's blocks",
+        kind="input",
+        why="an adapter stands beside a linear layer of a block",
+        needs="last parts of module names, such as q_proj or down_proj",
+        do="name linear layers of the blocks, or leave adapter.targets out",
+        page="""adapter.targets names linear layers by the last part of their module's name, as peft does. Without it
+every linear layer of attention and of the dense feed-forward gets an adapter. Embedding, head, norms, routers and
+fused experts (one three-dimensional tensor for all experts) take none.""",
+    ),
+    CodeInfo(
+        code="E272",
+        title="A base in 4 bits cannot run here",
+        kind="code",
+        why="QLoRA keeps the frozen weights in 4 bits through bitsandbytes, which is not among the locked packages",
+        needs="kind = lora",
+        do="kind = lora with zero=3, which cuts the frozen weights over the ranks",
+        page="""QLoRA stores the base in 4-bit blocks and unpacks them in every forward. The package that does it is not
+among the versions this program is tested with, so nothing could be proved about it. LoRA under zero=3 needs
+storage / dp bytes per frozen weight and no gradient or optimizer state for them.""",
+    ),
+    CodeInfo(
+        code="E273",
+        title="peft is not installed",
+        kind="world",
+        why="adapters run through peft's own layers, so that what is trained loads there again",
+        needs="the version of peft in requirements.lock",
+        do="make venv, or pip install -r requirements.lock",
+        page="""LoRA layers, their configuration file and the format of saved adapters are peft's. Only runs with an
+adapter need it.""",
+    ),
+    CodeInfo(
+        code="E274",
+        title="The adapter's text cannot be read",
+        kind="input",
+        why="the rank decides what is trained",
+        needs="lora:RANK or lora:RANK:ALPHA with a rank of at least 1 and a positive alpha",
+        do="for instance lora:8, or lora:8:16",
+        page="""The product of the two factors is scaled by alpha / rank. Without ALPHA it is twice the rank. Targets
+can be named in the run file only (adapter.targets).""",
+    ),
+    CodeInfo(
+        code="E275",
+        title="The adapter's factors are not those of the plan",
+        kind="fault",
+        why="a factor that is missing, empty or of another shape would be lost without a word",
+        needs="A [rank, in] and B [out, rank] for every target matrix, whole",
+        do="report it, with the plan; for a checkpoint: export the one before it",
+        page="""peft made other layers than the plan describes, or a checkpoint lacks a factor or holds it with another
+shape. A saved adapter has every factor whole, whatever layout trained it.""",
+    ),
+)
