@@ -24,7 +24,9 @@ LAYOUTS = [
 
 
 def holds(result):
-    assert result["passed"], {k: v for k, v in result.items() if k in ("gradients", "ledger", "checks", "loss")}
+    assert result["passed"], {
+        k: v for k, v in result.items() if k in ("gradients", "ledger", "checks", "loss")
+    }
     assert result["gradients"]["max_rel_diff"] <= 1e-10
     assert result["ledger"]["matches"], result["ledger"]
     assert result["placement"]["complete"]
@@ -71,3 +73,26 @@ def test_frozen_first_blocks_are_not_gathered_again(pool, layout, blocks):
 
 def test_only_the_head_trains(pool):
     holds(prove(pool, "dp=2,zero=3", config=SMALL, freeze=("model.*",), steps=2))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp=2",
+        "tp=2,sp=off",
+        "tp=4,dp=2,kv_heads=replicate",
+        "dp=2,zero=3,tp=2",
+        "tp=2,pp=2,schedule=zbv,chunks=2",
+        "tp=2,recompute=full",
+        "tp=2,sp=off,recompute=selective,loss=chunked",
+        "dp=2,zero=1,tp=2,pp=2",
+    ],
+)
+def test_tensor_parallel(pool, layout):
+    """A column-cut matrix's B is cut and its A summed, a row-cut one's the other way round; tp=4 copies kv heads."""
+    holds(prove(pool, layout, config=SMALL, adapter=LORA, steps=2))
+
+
+@pytest.mark.parametrize("family", ["tiny-gpt2", "tiny-qwen3"])
+def test_tensor_parallel_families(pool, family):
+    holds(prove(pool, "tp=2,dp=2", config=f"recipes/models/{family}", adapter=LORA, steps=2, seq_len=16))

@@ -67,8 +67,10 @@ def read_factors(
     return factors
 
 
-def export_adapter(checkpoint: Path, out: Path, config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Write ``adapter_model.safetensors`` and ``adapter_config.json`` of a checkpoint to ``out``; return what was written.
+def export_adapter(
+    checkpoint: Path, out: Path, config: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Any]:
+    """Write ``adapter_model.safetensors`` and ``adapter_config.json`` of a checkpoint to ``out``; return what it is.
 
     Raises:
         MeshwrightError: E275 for a factor that is not whole, E273 without peft, E703 when ``out`` cannot be written.

@@ -145,6 +145,7 @@ def export_hf(
         out: a folder that does not exist yet or is empty.
         dtype: what the tensors are cast to; None keeps the stored dtype.
         max_shard_bytes: bytes of tensors in one file.
+        merge: add an adapter to the weights.
 
     Raises:
         MeshwrightError: E701, E702, E709, E710, E711 as in loading; E712 ``out`` is not empty, E713 no model
@@ -299,7 +300,9 @@ def _reloaded(
     _cast(base, next(e.properties.dtype for k, e in stored.items() if k.startswith(MODEL)))
     load_base(checkpoint, base)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # peft's own call
+        warnings.filterwarnings(
+            "ignore", message="`is_gradient_checkpointing` is deprecated"
+        )  # peft's own call
         return PeftModel.from_pretrained(base, str(out), local_files_only=True), {}
 
 

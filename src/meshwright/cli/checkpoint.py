@@ -67,7 +67,8 @@ def export(
     folder: Folder,
     out: Annotated[str, typer.Option("--out", metavar="DIR", help="Folder to write.", show_default=False)],
     check_logits: Annotated[
-        bool, typer.Option("--check-logits", help="Reload with transformers (or peft) and compare the logits.")
+        bool,
+        typer.Option("--check-logits", help="Reload with transformers (or peft) and compare the logits."),
     ] = False,
     merge_adapter: Annotated[
         bool, typer.Option("--merge-adapter", help="Write the whole model, an adapter added to its weights.")

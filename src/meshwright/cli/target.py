@@ -31,7 +31,7 @@ def plan_of(
         MeshwrightError: E864 when options and target do not go together; what is wrong with the plan or layout.
     """
     if layout is None:
-        return _from_file(target, seq_len, global_batch, freeze)
+        return _from_file(target, seq_len, global_batch, freeze, adapter)
     if _is_plan_file(Path(target)):
         found = "--layout with a plan file, which has its layout in it"
         do = "leave --layout out, or give the model instead of the plan"
@@ -58,12 +58,20 @@ def _is_plan_file(path: Path) -> bool:
     return isinstance(held, dict) and {"model_config", "schedule_text"} <= held.keys()
 
 
-def _from_file(target: str, seq_len: int | None, global_batch: int | None, freeze: tuple[str, ...]) -> Plan:
-    given = [
-        name
-        for name, value in (("--seq-len", seq_len), ("--global-batch", global_batch), ("--freeze", freeze))
-        if value
-    ]
+def _from_file(
+    target: str,
+    seq_len: int | None,
+    global_batch: int | None,
+    freeze: tuple[str, ...],
+    adapter: str | None,
+) -> Plan:
+    options = {
+        "--seq-len": seq_len,
+        "--global-batch": global_batch,
+        "--freeze": freeze,
+        "--adapter": adapter,
+    }
+    given = [name for name, value in options.items() if value]
     path = Path(target)
     if path.is_dir() or path.name == "config.json" or not path.suffix:
         where, found = target, "a model without --layout"

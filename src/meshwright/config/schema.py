@@ -150,7 +150,7 @@ class AdapterSection(Section):
     )
     targets: list[Name] = Field(
         default_factory=list,
-        description="last parts of the names of the linear layers that get one (q_proj); [] = attention and dense feed-forward",
+        description="last parts of the names of the linear layers that get one (q_proj); [] = attention and dense MLP",
     )
 
 

@@ -462,6 +462,6 @@ def check_adapter(spec: ModelSpec, layout: Layout) -> list[Problem]:
             found=f"{axis} = {getattr(layout, axis)} with an adapter",
             do=f"{axis} = 1; dp, zero=3 and pp spread it as well",
         )
-        for axis in ("tp", "cp", "ep")
+        for axis in ("cp", "ep")
         if getattr(layout, axis) > 1
     ]

@@ -9,7 +9,7 @@ nothing (Hu et al. 2021, section 4). Their names are the target's, with ``lora_A
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, Literal, cast
 
 from meshwright.base.errors import MeshwrightError, Problem, nearest, problem, refuse
@@ -139,7 +139,9 @@ def target_problems(spec: ModelSpec, adapter: AdapterSpec) -> list[Problem]:
                 problem("E271", where="adapter.targets", found=f"{name!r} of {spec.name!r}", do=do)
             )
     if not adapter.targets and not known:
-        problems.append(problem("E271", where="adapter.targets", found=f"{spec.name!r} has no matrix to adapt"))
+        problems.append(
+            problem("E271", where="adapter.targets", found=f"{spec.name!r} has no matrix to adapt")
+        )
     return problems
 
 

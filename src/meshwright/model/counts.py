@@ -107,7 +107,9 @@ def block_weight_flops(spec: ModelSpec, block: BlockSpec) -> float:
     """Return the FLOPs per token of weight gradients that a block saves because an adapter trains in its place."""
     if spec.adapter is None:
         return 0.0
-    base = tuple(t for t in block.tensors if t.role in _MATMUL_ROLES and t.role != "adapter" and not t.is_bias)
+    base = tuple(
+        t for t in block.tensors if t.role in _MATMUL_ROLES and t.role != "adapter" and not t.is_bias
+    )
     return 2.0 * sum(_active_numel(t, block) for t in base)
 
 
@@ -123,7 +125,6 @@ def flops_per_token(spec: ModelSpec, seq_len: int) -> Flops:
     as torchtitan and PaLM count the first and current Megatron the second. With an adapter the base has no weight
     gradients, so 4 in place of 6 for its matrices.
     """
-
     without = head_weight_flops(spec) + sum(block_weight_flops(spec, b) for b in spec.blocks)
 
     def total(convention: Convention) -> float:

@@ -30,8 +30,8 @@ from meshwright.layout.precision import precision_table
 from meshwright.mesh import contract
 from meshwright.mesh.env import cache_folder, check_local_ranks, check_world_size, torchrun_facts
 from meshwright.mesh.launch import run_local
-from meshwright.model.counts import flops_per_token
 from meshwright.model.adapters import adapted, without_adapter
+from meshwright.model.counts import flops_per_token
 from meshwright.model.read_hf import read_model
 from meshwright.model.spec import ModelSpec
 from meshwright.orchestrate.machine import machine_probe
@@ -385,7 +385,9 @@ def _train(
         show(line)
     build_model(plan.model_config, seed=0, device="meta")  # refused here, before anything is written
     cache = cache_folder()
-    weights = load_pretrained(run.model.weights, without_adapter(spec), cache, show) if run.model.weights else None
+    weights = (
+        load_pretrained(run.model.weights, without_adapter(spec), cache, show) if run.model.weights else None
+    )
     tokenizer = run.data.tokenizer
     if tokenizer is None and weights is not None:
         tokenizer = str(weights.tokenizer_folder) if weights.tokenizer_folder is not None else None

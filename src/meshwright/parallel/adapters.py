@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,8 +78,21 @@ def add_adapters(causal_lm: nn.Module, spec: ModelSpec, seed: int) -> None:
     if made != {name: t.shape for name, t in wanted.items()}:
         differ = sorted(set(made.items()) ^ {(n, t.shape) for n, t in wanted.items()})
         raise MeshwrightError(
-            problem("E275", where="adapter", found=f"{len(made)} factors, {len(wanted)} described: {differ[:3]}")
+            problem(
+                "E275", where="adapter", found=f"{len(made)} factors, {len(wanted)} described: {differ[:3]}"
+            )
         )
     with torch.no_grad():
         for name, p in factors.items():
             p.data = initial_factor(wanted[name], seed).to(dtype)
+
+
+def base_layer(layer: nn.Module) -> nn.Module:
+    """Return the model's own layer below an adapter, or ``layer`` itself where there is none."""
+    return layer.get_submodule("base_layer") if hasattr(layer, "base_layer") else layer
+
+
+def adapter_output(layer: Any, x: Tensor) -> Tensor:
+    """Return what an adapter adds to the output of the layer below: (alpha / rank) B A x."""
+    a, b = layer.lora_A[NAME], layer.lora_B[NAME]
+    return b(a(x.to(a.weight.dtype))) * layer.scaling[NAME]

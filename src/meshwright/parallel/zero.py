@@ -67,7 +67,7 @@ class Zero:
         """Nothing is left: the last backward reduced everything."""
 
     def begin_backward_at(self, block: nn.Module) -> None:
-        """Let ``block`` (or the root) be the last that backward gathers parameters for: no gradient flows into those before it.
+        """Let ``block`` (or the root) be the last that backward gathers for: no gradient flows into those before it.
 
         FSDP2 prefetches in each unit's backward the unit before it, wanted or not; here it is told to prefetch the
         root unit, which is gathered then anyway.

@@ -166,7 +166,9 @@ def with_peft(model: nn.Module, spec: ModelSpec, seed: int) -> tuple[nn.Module, 
     dtype = next(model.parameters()).dtype
     params: dict[str, nn.Parameter] = {}
     for name, p in wrapped.named_parameters():
-        logical = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".default.", ".")
+        logical = (
+            name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".default.", ".")
+        )
         params[logical] = p
     with torch.no_grad():
         for tensor in spec.tensors():

@@ -11,12 +11,12 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         code="E270",
         title="Adapters are not built on this axis",
         kind="code",
-        why="the two factors of an adapter need a cut of their own beside their matrix",
-        needs="dp with any zero and shard, and pp",
-        do="set the degree to 1 and spread over dp, zero or pp",
-        page="""LoRA runs with data parallelism, every ZeRO stage, HSDP, pipelines and recompute. On an axis that cuts
-the matrices themselves a column-cut matrix wants its B cut the same way and its A whole, a row-cut one the other way
-round; that is not built, so it is refused.""",
+        why="what this axis does inside a block is not proved with an adapter's factors in it",
+        needs="dp with any zero and shard, pp and tp",
+        do="set the degree to 1 and spread over dp, zero, tp or pp",
+        page="""LoRA runs with data parallelism, every ZeRO stage, HSDP, pipelines, tensor parallelism and recompute.
+Beside a column-cut matrix B is cut the same way and A is whole, beside a row-cut one A is cut and B is whole; the
+gradient of the whole one is summed over the axis. Context and expert parallelism are not built with it.""",
     ),
     CodeInfo(
         code="E271",
