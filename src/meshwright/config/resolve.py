@@ -83,6 +83,7 @@ class RunSettings:
     checkpoint_every: int
     eval_every: int
     eval_batches: int
+    offload_dir: str | None
     max_minutes: float | None
     elastic: bool
     deterministic: bool
@@ -235,6 +236,7 @@ def resolve(
             checkpoint_every=w.run.checkpoint_every,
             eval_every=w.run.eval_every,
             eval_batches=w.run.eval_batches,
+            offload_dir=w.run.offload_dir,
             max_minutes=w.run.max_minutes,
             elastic=w.run.elastic,
             deterministic=w.run.deterministic,

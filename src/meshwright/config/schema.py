@@ -129,6 +129,10 @@ class RunSection(Section):
     )
     eval_every: CountOrOff = Field(default=0, description="steps between evaluations; 0 = only at the end")
     eval_batches: Count = Field(default=4, description="global batches of held-out text per evaluation")
+    offload_dir: Name | None = Field(
+        default=None,
+        description="folder for layouts with offload=...-nvme, best on a local disk; null = RUN_DIR/offload",
+    )
     max_minutes: Positive | None = Field(
         default=None, description="stop in good order after this many minutes; null = never"
     )

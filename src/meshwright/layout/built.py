@@ -14,7 +14,7 @@ OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"),
         "loss": ("eager", "chunked", "parallel"),
         "recompute": ("none", "selective", "full"),
-        "offload": ("none",),
+        "offload": ("none", "optimizer", "optimizer-nvme"),
         "compile": ("off",),
         "precision": ("fp32", "bf16", "fp16", "fp64"),
     }

@@ -451,6 +451,14 @@ def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
     return [problem("E253", where="layout.tp", found=f, needs=n, do=d) for f, n, d in reasons]
 
 
+def check_optimizer(layout: Layout, name: str) -> list[Problem]:
+    """Return E276 where the state of the optimizer called ``name`` cannot be offloaded (kind "code")."""
+    if layout.offload == "none" or name == "adamw":
+        return []
+    found = f"optimizer.name = {name}, offload={layout.offload}"
+    return [problem("E276", where="layout.offload", found=found)]
+
+
 def check_adapter(spec: ModelSpec, layout: Layout) -> list[Problem]:
     """Return E270 for each axis on which adapters cannot run (kind "code"); nothing for a model without one."""
     if spec.adapter is None:

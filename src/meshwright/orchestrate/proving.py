@@ -15,7 +15,7 @@ import torch
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem, refuse
 from meshwright.layout.batch import derive_batch
-from meshwright.layout.check import check
+from meshwright.layout.check import check, check_optimizer
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
 from meshwright.mesh import contract
@@ -272,6 +272,7 @@ def prove_command(
     }
 
     def prove(layout: Layout, simulated: bool = False) -> dict[str, Any]:
+        refuse(check_optimizer(layout, optimizer.name))
         plan = proof_plan(
             spec, layout, model_path=target, seq_len=length, global_batch=global_batch, freeze=patterns
         )

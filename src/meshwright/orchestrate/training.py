@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -23,7 +24,7 @@ from meshwright.cluster.load import cluster_from_probe, read_cluster
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.predict import predict
 from meshwright.layout.batch import Batch, derive_batch
-from meshwright.layout.check import check
+from meshwright.layout.check import check, check_optimizer
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
 from meshwright.layout.precision import precision_table
@@ -177,6 +178,7 @@ def _readable(run: Any, plan_path: str | None, text: str) -> ModelSpec:
         problems += check_frozen(spec, tuple(run.freeze))
         if layout is not None:
             problems += check(spec, layout, batch, None, for_run=True)
+            problems += check_optimizer(layout, run.optimizer.name)
     if run.cluster is not None:
         held(lambda: read_cluster(run.cluster, None))
     held(lambda: open_corpus(run.data.path, run.data.text_field))
@@ -434,6 +436,7 @@ def _train(
         stop_at=stop_at,
         resume_from=resume_from,
         weights=weights,
+        offload_dir=_offload_dir(run, folder),
         manifest={
             "plan": plan_to_dict(plan),
             "versions": versions(),
@@ -482,6 +485,14 @@ def _train(
         "measurement": record["measurement"],
         "errors_pct": record["errors_pct"],
     }
+
+
+def _offload_dir(run: Any, folder: Path) -> Path:
+    """Return the folder of this run's offloaded state: in the run folder, or its own one in ``run.offload_dir``."""
+    if run.run.offload_dir is None:
+        return folder / "offload"
+    own = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:12]
+    return Path(run.run.offload_dir) / f"{folder.name}-{own}"
 
 
 def _locked(folder: Path) -> IO[str]:

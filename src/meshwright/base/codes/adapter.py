@@ -70,4 +70,33 @@ can be named in the run file only (adapter.targets).""",
         page="""peft made other layers than the plan describes, or a checkpoint lacks a factor or holds it with another
 shape. A saved adapter has every factor whole, whatever layout trained it.""",
     ),
+    CodeInfo(
+        code="E276",
+        title="This optimizer's state cannot be offloaded",
+        kind="code",
+        why="offload moves AdamW's two moments piece by piece; other state is not built",
+        needs="optimizer.name = adamw with offload=optimizer or offload=optimizer-nvme",
+        do="optimizer.name = adamw, or offload=none",
+        page="""SGD keeps at most one buffer per parameter; with zero >= 1 it is sharded like the rest.""",
+    ),
+    CodeInfo(
+        code="E277",
+        title="Offloaded state came back damaged",
+        kind="world",
+        why="an update with wrong moments would go on without a word",
+        needs="bytes as they were written",
+        do="check the disk, and resume from the last checkpoint",
+        page="""Every tensor's moments have a checksum, taken when they are written to their file and held against the
+bytes when they are read for the next update and before a checkpoint takes them.""",
+    ),
+    CodeInfo(
+        code="E278",
+        title="The folder for offloaded state cannot be used",
+        kind="world",
+        why="the space of every file is reserved before the first step, so that a full disk is found then",
+        needs="a folder that can be written, with room for 8 bytes per parameter of the ranks that use it",
+        do="free some space, or name another folder with run.offload_dir",
+        page="""offload=optimizer-nvme keeps the optimizer's state in files, by default in the run folder's "offload". A
+local NVMe disk is the right place; a network disk makes every step wait for it. The files are removed at the end.""",
+    ),
 )
