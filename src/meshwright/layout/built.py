@@ -15,7 +15,7 @@ OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "loss": ("eager", "chunked", "parallel"),
         "recompute": ("none", "selective", "full"),
         "offload": ("none", "optimizer", "optimizer-nvme"),
-        "compile": ("off",),
+        "compile": ("off", "blocks"),
         "precision": ("fp32", "bf16", "fp16", "fp64"),
     }
 )

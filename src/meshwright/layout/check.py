@@ -428,7 +428,26 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
         problems += _tensor_built(spec, layout)
     if spec is not None:
         problems += context_built(spec, layout)
+    problems += _compile_built(layout)
     return problems
+
+
+def _compile_built(layout: Layout) -> list[Problem]:
+    """Return E279 for each option that compiled blocks do not go with."""
+    if layout.compile == "off":
+        return []
+    beside: list[tuple[str, str]] = []
+    if layout.recompute == "selective":
+        beside.append(("recompute=selective", "recompute=full, or compile=off"))
+    if layout.tp > 1:
+        beside.append((f"tp = {layout.tp}", f"tp = 1,dp = {layout.dp * layout.tp}, or compile=off"))
+    if layout.schedule in SPLIT and layout.pp > 1:
+        whole = "interleaved" if layout.chunks > 1 else "1f1b"
+        beside.append((f"schedule={layout.schedule}", f"schedule={whole}, or compile=off"))
+    return [
+        problem("E279", where="layout.compile", found=f"compile={layout.compile} with {what}", do=do)
+        for what, do in beside
+    ]
 
 
 def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:

@@ -39,6 +39,7 @@ from meshwright.orchestrate.machine import machine_probe
 from meshwright.orchestrate.proving import write_json
 from meshwright.parallel.adapters import missing_peft
 from meshwright.parallel.build import build_model, config_problems
+from meshwright.parallel.compiled import missing_compiler
 from meshwright.program.make import check_frozen, make_plan
 from meshwright.program.plan import Plan
 from meshwright.program.plan_file import load_plan, plan_to_dict, save_plan
@@ -179,6 +180,7 @@ def _readable(run: Any, plan_path: str | None, text: str) -> ModelSpec:
         if layout is not None:
             problems += check(spec, layout, batch, None, for_run=True)
             problems += check_optimizer(layout, run.optimizer.name)
+            problems += missing_compiler(device_type()) if layout.compile == "blocks" else []
     if run.cluster is not None:
         held(lambda: read_cluster(run.cluster, None))
     held(lambda: open_corpus(run.data.path, run.data.text_field))

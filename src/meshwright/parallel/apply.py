@@ -1,7 +1,7 @@
 """The one fixed order in which a plan becomes a running model on one rank.
 
 build -> adapters -> freeze -> attention over the context axis -> cut the stages -> cut by the tensor axis -> move
--> recompute -> data parallel (replicate or ZeRO) -> pipeline -> tied pair.
+-> compile -> recompute -> data parallel (replicate or ZeRO) -> pipeline -> tied pair.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from meshwright.model.sharding import tp_copies
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.adapters import add_adapters
 from meshwright.parallel.build import build_model, frozen_names
+from meshwright.parallel.compiled import compile_blocks
 from meshwright.parallel.context import ContextAxis, local_batch, use_context
 from meshwright.parallel.dropout import Dropout, place_on_axes, use_dropout
 from meshwright.parallel.loss import IGNORE, chunked_loss_sum
@@ -259,8 +260,11 @@ def apply_plan(
     seed: int,
     weights: Mapping[str, Tensor] | None = None,
     on_action: Callable[[str], None] = _silent,
+    compile_backend: str = "inductor",
 ) -> ParallelModel:
     """Return this rank's part of the model of ``plan``, ready to train. Every rank of the mesh calls it.
+
+    ``compile_backend`` is what ``compile=blocks`` compiles with.
 
     Raises:
         MeshwrightError: E546 when a stage has nothing to train, E811, E812.
@@ -304,6 +308,8 @@ def apply_plan(
             raise MeshwrightError(
                 problem("E546", where="freeze", found=f"stage {index} has no trainable parameter left")
             )
+        if layout.compile == "blocks":
+            compile_blocks(stage_blocks(stage, spec), compile_backend)
         recompute_blocks(stage_blocks(stage, spec), layout.recompute, again_in)
         engine = engines[index] = _data_parallel(stage, spec, view, table)
         leading = leading_frozen(spec, layout, index, plan.frozen)

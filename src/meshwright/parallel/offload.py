@@ -148,4 +148,4 @@ def cut_pieces(sizes: Sequence[tuple[str, int]], entries: int) -> tuple[Piece, .
 
 def checksum(flat: Tensor) -> int:
     """Return the CRC-32 of a flat CPU tensor's bytes."""
-    return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+    return zlib.crc32(memoryview(flat.view(torch.uint8).numpy())) if flat.numel() else 0

@@ -15,6 +15,7 @@ from meshwright.mesh.device_mesh import build_mesh
 from meshwright.model.randomness import draws_alike
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.apply import ParallelModel, apply_plan, needs_tied_group
+from meshwright.parallel.compiled import PROOF_BACKEND
 from meshwright.parallel.placement import check_placement
 from meshwright.parallel.record import CollectiveRecorder
 from meshwright.parallel.tied import local
@@ -80,6 +81,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof
         seed=task.seed,
         weights=task.weights,
         on_action=lambda action: at(action=action),
+        compile_backend=PROOF_BACKEND,
     )
     if not draws_alike(spec):
         model.module.eval()

@@ -1,4 +1,4 @@
-"""Codes about adapters and offload (E270-E279)."""
+"""Codes about adapters, offload and compiled blocks (E270-E279)."""
 
 from __future__ import annotations
 
@@ -98,5 +98,16 @@ bytes when they are read for the next update and before a checkpoint takes them.
         do="free some space, or name another folder with run.offload_dir",
         page="""offload=optimizer-nvme keeps the optimizer's state in files, by default in the run folder's "offload". A
 local NVMe disk is the right place; a network disk makes every step wait for it. The files are removed at the end.""",
+    ),
+    CodeInfo(
+        code="E279",
+        title="compile=blocks cannot run like this",
+        kind="code",
+        why="a compiled block is one operation to what stands around it, and needs a compiler for its kernels",
+        needs="recompute=none or full, tp = 1, and a C++ compiler where blocks run on CPUs",
+        do="compile=off",
+        page="""Selective recompute chooses among the operations of a block and sees none inside a compiled one; the
+tensor axis communicates inside blocks, which is not proved under compile. The default backend writes C++ for CPUs and
+needs g++ or clang++ there. Proofs compile with a backend that traces ahead and runs torch's own kernels.""",
     ),
 )
