@@ -93,6 +93,6 @@ def test_tensor_parallel(pool, layout):
     holds(prove(pool, layout, config=SMALL, adapter=LORA, steps=2))
 
 
-@pytest.mark.parametrize("family", ["tiny-gpt2", "tiny-qwen3"])
+@pytest.mark.parametrize("family", ["tiny-gpt2", "tiny-qwen3", "tiny-mixtral"])
 def test_tensor_parallel_families(pool, family):
     holds(prove(pool, "tp=2,dp=2", config=f"recipes/models/{family}", adapter=LORA, steps=2, seq_len=16))
