@@ -96,3 +96,20 @@ def test_tensor_parallel(pool, layout):
 @pytest.mark.parametrize("family", ["tiny-gpt2", "tiny-qwen3", "tiny-mixtral"])
 def test_tensor_parallel_families(pool, family):
     holds(prove(pool, "tp=2,dp=2", config=f"recipes/models/{family}", adapter=LORA, steps=2, seq_len=16))
+
+
+def test_dropout_beside_adapters(pool):
+    """The model's own dropout is on in a proof; its masks are those of one device with peft around the model."""
+    config = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "vocab_size": 67,
+        "n_positions": 64,
+        "resid_pdrop": 0.2,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+    }
+    holds(prove(pool, "dp=2,zero=3", config=config, adapter=LORA, steps=2))
