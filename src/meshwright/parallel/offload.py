@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -148,4 +148,5 @@ def cut_pieces(sizes: Sequence[tuple[str, int]], entries: int) -> tuple[Piece, .
 
 def checksum(flat: Tensor) -> int:
     """Return the CRC-32 of a flat CPU tensor's bytes."""
-    return zlib.crc32(memoryview(flat.view(torch.uint8).numpy())) if flat.numel() else 0
+    content: Any = flat.view(torch.uint8).numpy()  # an array is a buffer, which its stub for Python 3.11 does not say
+    return zlib.crc32(content) if flat.numel() else 0
