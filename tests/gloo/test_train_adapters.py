@@ -84,7 +84,7 @@ def test_a_run_resumes_on_another_layout(job):
 
 
 def test_initial_factors_do_not_depend_on_the_layout(job):
-    for name, layout in (("a", "dp=1"), ("b", "dp=3,zero=3,pp=2")):
+    for name, layout in (("a", "dp=1"), ("b", "dp=2,zero=3,pp=2")):
         job.run(
             f"{layout},precision=fp64",
             name,
