@@ -14,7 +14,7 @@ SPEC = read_model("recipes/models/tiny-llama")
 
 
 @pytest.mark.parametrize(
-    "beside", ["recompute=selective", "tp=2", "pp=2,schedule=zb-h1", "pp=2,schedule=zbv,chunks=2"]
+    "beside", ["recompute=selective", "tp=2", "pp=2,schedule=zb-h1", "pp=2,schedule=zbv,chunks=2", "cp=2"]
 )
 def test_refused_with_a_way_out(beside: str) -> None:
     (problem,) = check_built(parse_layout(f"compile=blocks,{beside}"), SPEC)

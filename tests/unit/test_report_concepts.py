@@ -22,6 +22,7 @@ CONCEPTS = sorted((DOCS / "concepts").glob("*.md"))
 NAMES = (
     "adapters",
     "compile",
+    "context-parallel",
     "cost-model",
     "data-parallel",
     "offload",

@@ -428,11 +428,11 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
         problems += _tensor_built(spec, layout)
     if spec is not None:
         problems += context_built(spec, layout)
-    problems += _compile_built(layout)
+    problems += _compile_built(layout, spec)
     return problems
 
 
-def _compile_built(layout: Layout) -> list[Problem]:
+def _compile_built(layout: Layout, spec: ModelSpec | None) -> list[Problem]:
     """Return E279 for each option that compiled blocks do not go with."""
     if layout.compile == "off":
         return []
@@ -441,6 +441,10 @@ def _compile_built(layout: Layout) -> list[Problem]:
         beside.append(("recompute=selective", "recompute=full, or compile=off"))
     if layout.tp > 1:
         beside.append((f"tp = {layout.tp}", f"tp = 1,dp = {layout.dp * layout.tp}, or compile=off"))
+    if layout.cp > 1:
+        beside.append((f"cp = {layout.cp}", f"cp = 1,dp = {layout.dp * layout.cp}, or compile=off"))
+    if spec is not None and spec.dropout:
+        beside.append((f"dropout {spec.dropout:g}", "dropout = 0, or compile=off"))
     if layout.schedule in SPLIT and layout.pp > 1:
         whole = "interleaved" if layout.chunks > 1 else "1f1b"
         beside.append((f"schedule={layout.schedule}", f"schedule={whole}, or compile=off"))

@@ -148,5 +148,7 @@ def cut_pieces(sizes: Sequence[tuple[str, int]], entries: int) -> tuple[Piece, .
 
 def checksum(flat: Tensor) -> int:
     """Return the CRC-32 of a flat CPU tensor's bytes."""
-    content: Any = flat.view(torch.uint8).numpy()  # an array is a buffer, which its stub for Python 3.11 does not say
+    content: Any = flat.view(
+        torch.uint8
+    ).numpy()  # an array is a buffer, which its stub for Python 3.11 does not say
     return zlib.crc32(content) if flat.numel() else 0

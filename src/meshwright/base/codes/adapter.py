@@ -104,12 +104,12 @@ local NVMe disk is the right place; a network disk makes every step wait for it.
         title="compile=blocks cannot run like this",
         kind="code",
         why="a compiled block is one operation to what stands around it, and needs a compiler for its kernels",
-        needs="recompute=none or full, tp = 1, no dropout, whole backwards, and a C++ compiler where blocks run on CPUs",
+        needs="recompute=none or full, tp = 1, cp = 1, no dropout, whole backwards, on a CPU a C++ compiler",
         do="compile=off",
         page="""Selective recompute chooses among the operations of a block and sees none inside a compiled one; the
-tensor axis communicates inside blocks, and a layout-independent dropout reads the step and the row from outside, which
-a compiled block would keep as they were. Backwards in two halves cannot be cut out of a compiled one. The default
-backend writes C++ for CPUs and needs g++ or clang++ there. Proofs compile with a backend that traces ahead and runs
-torch's own kernels.""",
+tensor and context axes communicate inside blocks, and a layout-independent dropout reads the step and the row from
+outside, which a compiled block would keep as they were. Backwards in two halves cannot be cut out of a compiled one.
+The default backend writes C++ for CPUs and needs g++ or clang++ there. Proofs compile with a backend that traces ahead
+and runs torch's own kernels.""",
     ),
 )
