@@ -164,14 +164,15 @@ def test_h55_too_few_micro_batches_for_chunks_are_told() -> None:
 
 def test_h175_what_is_not_built_is_refused_and_named() -> None:
     layout = parse_layout(
-        "tp=2,cp=2,ep=2,dp=2,pp=2,schedule=zbv,recompute=full,offload=optimizer,loss=parallel,compile=blocks"
+        "tp=2,cp=2,ep=2,dp=2,pp=2,schedule=zbv,recompute=full,offload=parameters,loss=parallel,compile=blocks"
     )
     problems = check_built(layout, llama(model_type="gemma2", architectures=["Gemma2ForCausalLM"]))
     assert {p.kind for p in problems} == {Kind.CODE}
     assert sorted(p.where for p in problems) == sorted(
-        f"layout.{k}" for k in ("tp", "cp", "ep", "recompute", "offload", "compile", "pp")
+        f"layout.{k}"
+        for k in ("tp", "cp", "ep", "recompute", "offload", "compile", "compile", "compile", "pp")
     )
-    assert {p.code for p in problems} == {"E250", "E251", "E252", "E253", "E256", "E260"}
+    assert {p.code for p in problems} == {"E250", "E251", "E252", "E253", "E256", "E260", "E279"}
     assert "offload=none" in "\n".join(p.needs for p in problems)
 
 

@@ -12,6 +12,8 @@ from meshwright.config.load import LoadedRun
 from meshwright.config.schema import NOT_HONOURED, shown
 from meshwright.layout.batch import derive_batch
 from meshwright.layout.parse import parse_layout
+from meshwright.model.adapters import make_adapter
+from meshwright.model.spec import AdapterSpec
 
 PYTHON_DOCS = "python-docs"
 
@@ -81,9 +83,26 @@ class RunSettings:
     checkpoint_every: int
     eval_every: int
     eval_batches: int
+    offload_dir: str | None
     max_minutes: float | None
     elastic: bool
     deterministic: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings:
+    """Low-rank adapters as written; ``kind`` "none" means that the model itself trains."""
+
+    kind: str
+    rank: int
+    alpha: float | None
+    targets: tuple[str, ...]
+
+    def spec(self) -> AdapterSpec | None:
+        """Return the adapter, or None. Raises MeshwrightError E272 for a kind that cannot run."""
+        if self.kind == "none":
+            return None
+        return make_adapter(self.kind, self.rank, self.alpha, self.targets, "adapter.kind")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +132,7 @@ class ResolvedRun:
     clip: ClipSettings
     layout_text: str
     run: RunSettings
+    adapter: AdapterSettings
     profile: ProfileSettings
     freeze: tuple[str, ...]
     cluster: str | None
@@ -132,6 +152,7 @@ class ResolvedRun:
             "clip": asdict(self.clip),
             "layout": self.layout_text,
             "run": asdict(self.run),
+            "adapter": {**asdict(self.adapter), "targets": list(self.adapter.targets)},
             "profile": asdict(self.profile),
             "cluster": self.cluster,
             "freeze": list(self.freeze),
@@ -215,9 +236,16 @@ def resolve(
             checkpoint_every=w.run.checkpoint_every,
             eval_every=w.run.eval_every,
             eval_batches=w.run.eval_batches,
+            offload_dir=w.run.offload_dir,
             max_minutes=w.run.max_minutes,
             elastic=w.run.elastic,
             deterministic=w.run.deterministic,
+        ),
+        adapter=AdapterSettings(
+            kind=w.adapter.kind,
+            rank=w.adapter.rank,
+            alpha=w.adapter.alpha,
+            targets=tuple(w.adapter.targets),
         ),
         profile=ProfileSettings(steps=w.profile.steps),
         freeze=tuple(w.freeze),
@@ -226,7 +254,14 @@ def resolve(
         origins=origins,
         found_in=found_in,
     )
-    refuse([*_not_honoured(run), *_contradictions(run), *_layout_problems(run, check_batch)])
+    refuse(
+        [
+            *_not_honoured(run),
+            *_contradictions(run),
+            *_adapter_problems(run),
+            *_layout_problems(run, check_batch),
+        ]
+    )
     return replace(run, warnings=tuple(_without_effect(run)))
 
 
@@ -285,6 +320,14 @@ def _contradictions(run: ResolvedRun) -> list[Problem]:
     return problems
 
 
+def _adapter_problems(run: ResolvedRun) -> list[Problem]:
+    try:
+        run.adapter.spec()
+    except MeshwrightError as error:
+        return [replace(p, where=_where(run, "adapter.kind")) for p in error.problems]
+    return []
+
+
 def _layout_problems(run: ResolvedRun, check_batch: bool) -> list[Problem]:
     """Return what is wrong with the layout text, its batch and a stated accumulation."""
     if run.layout_text == "auto":
@@ -333,6 +376,8 @@ def _without_effect(run: ResolvedRun) -> list[Problem]:
         idle.append(("schedule.min_lr_ratio", "schedule.name = constant does not decay"))
     if not run.data.eval_fraction:
         idle.append(("run.eval_batches", "data.eval_fraction = 0 holds no text out"))
+    if run.adapter.kind == "none":
+        idle += [(f"adapter.{key}", "adapter.kind = none") for key in ("rank", "alpha", "targets")]
     flat = run.flat()
     problems = [
         problem("W101", where=_where(run, key), found=f"{key} = {shown(flat[key])} has no effect", why=why)

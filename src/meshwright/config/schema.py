@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from meshwright.layout.batch import MOST_SEQUENCES, MOST_TOKENS
+from meshwright.model.adapters import MOST_RANK
 
 MOST_STEPS = 2**31
 MOST_SEED = 2**63 - 1
@@ -128,11 +129,33 @@ class RunSection(Section):
     )
     eval_every: CountOrOff = Field(default=0, description="steps between evaluations; 0 = only at the end")
     eval_batches: Count = Field(default=4, description="global batches of held-out text per evaluation")
+    offload_dir: Name | None = Field(
+        default=None,
+        description="folder for layouts with offload=...-nvme, best on a local disk; null = RUN_DIR/offload",
+    )
     max_minutes: Positive | None = Field(
         default=None, description="stop in good order after this many minutes; null = never"
     )
     elastic: bool = Field(default=False, description="go on with fewer ranks after a failure")
     deterministic: bool = Field(default=False, description="only algorithms that repeat bit for bit")
+
+
+class AdapterSection(Section):
+    """Low-rank adapters (LoRA), which then are all that trains."""
+
+    kind: Literal["none", "lora", "qlora"] = Field(
+        default="none", description="none, or lora; qlora (a base in 4 bits) is refused"
+    )
+    rank: Annotated[int, Field(ge=1, le=MOST_RANK)] = Field(
+        default=8, description="rank of the adapters' two factors"
+    )
+    alpha: Positive | None = Field(
+        default=None, description="the adapters' product is scaled by alpha / rank; null = twice the rank"
+    )
+    targets: list[Name] = Field(
+        default_factory=list,
+        description="last parts of the names of the linear layers that get one (q_proj); [] = attention and dense MLP",
+    )
 
 
 class ProfileSection(Section):
@@ -154,6 +177,7 @@ class RunFile(Section):
         default="auto", description='layout text such as "dp=2,zero=3", or auto (the planner chooses)'
     )
     run: RunSection
+    adapter: AdapterSection = AdapterSection()
     profile: ProfileSection = ProfileSection()
     cluster: Name | None = Field(
         default=None,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.collective import Floats, GroupShape, shape_of, strided_shape
 from meshwright.cost.memory import StageLoad, outside_allocator, peak_memory
+from meshwright.cost.offload import exposed_seconds, is_away, travel_seconds
 from meshwright.cost.pieces import (
     COMPUTE_BYTES,
     SHARD_OPS_PER_TENSOR,
@@ -25,7 +26,6 @@ from meshwright.cost.pieces import (
     UnitSize,
     Work,
     WorkKey,
-    is_frozen,
     sharding_stage,
     unit_size,
     work_key,
@@ -92,6 +92,7 @@ class Columns:
         forward, backward: [layouts, stages] seconds of one micro-batch, communication in it included.
         compute, recompute, tensor, context, expert, data: [layouts, stages] exposed seconds of a step.
         send: [layouts] seconds of one message between stages.
+        offload: [layouts] seconds that the update waits for state that rests away.
         memory: bytes by category, [layouts, stages].
         peak: [layouts] the highest peak over stages.
         step: [layouts] predicted seconds of a step by the closed form.
@@ -113,6 +114,7 @@ class Columns:
     hidden: Floats
     send: Floats
     optimizer: Floats
+    offload: Floats
     other: Floats
     memory: dict[str, Floats]
     load: StageLoad
@@ -136,7 +138,7 @@ def stage_tensors(pricer: Pricer, stage: int, stages: int) -> tuple[TensorSpec, 
 
 
 def _sizes(pricer: Pricer, tensors: Sequence[TensorSpec], tp: int, ep: int, shards: int) -> UnitSize:
-    trains = [not is_frozen(t.name, pricer.frozen) for t in tensors]
+    trains = [t.name not in pricer.stopped for t in tensors]
     return unit_size(tensors, trains, pricer.spec.attention, tp, ep, shards)
 
 
@@ -326,6 +328,8 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
         tied = np.array([_tied_seconds(pricer, layout) for layout in layouts])
     update = _optimizer(pricer, table)
     optimizer = update.max(axis=1)
+    travel = _travel(pricer, layouts, table, update)
+    offload = travel.max(axis=1)
     other = _other(pricer, layouts) + tied
     makespan = pipeline_seconds(forward, backward, send, m, depth, gpipe)
     shared = _shared(pricer, layouts, m, forward, backward, send)
@@ -344,9 +348,10 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
             busy[r] = max(clock.busy_s)
             owed[r] = over_ranks(once[r], schedule).max()
             optimizer[r] = over_ranks(update[r], schedule).max()
+            offload[r] = over_ranks(travel[r], schedule).max()
             held = peak_memory(rank_load(load, r, schedule, clock), outside[r : r + 1])
             peak[r] = held["peak"].max()
-    step = makespan * shared + owed + optimizer + other
+    step = makespan * shared + owed + optimizer + offload + other
     return Columns(
         layouts=tuple(layouts),
         cuts=tuple(cuts),
@@ -364,6 +369,7 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
         hidden=(total_data - data) * present,
         send=send,
         optimizer=optimizer,
+        offload=offload,
         other=other,
         memory=memory,
         load=load,
@@ -447,6 +453,7 @@ def rank_load(load: StageLoad, row: int, schedule: Schedule, clock: Clock) -> St
         compute=largest(load.compute),
         reduce=largest(load.reduce),
         autocast=largest(load.autocast),
+        away=largest(load.away),
     )
 
 
@@ -575,6 +582,7 @@ def _load(
         compute=np.full(shape, float(COMPUTE_BYTES[pricer.precision])),
         reduce=np.full(shape, float(STATE_BYTES[pricer.precision])),
         autocast=wide(autocast),
+        away=wide(np.array([float(is_away(layout)) for layout in layouts])),
     )
 
 
@@ -593,6 +601,16 @@ def _optimizer(pricer: Pricer, table: dict[str, Floats]) -> Floats:
     out = local * scale * (adam / rates.optimizer_rate + NORM_BYTES / rates.copy_rate)
     tensor_s = rates.optimizer_tensor_s + (6.0 * rates.op_s if not rates.overlaps else rates.op_s)
     return out + table["trainable_tensors"] * tensor_s
+
+
+def _travel(pricer: Pricer, layouts: Sequence[Layout], table: dict[str, Floats], update: Floats) -> Floats:
+    """Return [layouts, stages] seconds that the update waits for state that comes from away."""
+    local = 2.0 * pricer.state_bytes * table["trainable"] / np.maximum(table["shards"], 1.0)
+    rows = [
+        exposed_seconds(travel_seconds(layout, local[r], pricer.rates), update[r], pricer.rates)
+        for r, layout in enumerate(layouts)
+    ]
+    return np.stack(rows)
 
 
 def _other(pricer: Pricer, layouts: Sequence[Layout]) -> Floats:

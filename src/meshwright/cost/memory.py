@@ -22,6 +22,7 @@ import numpy as np
 
 from meshwright.base.records import MemoryBytes
 from meshwright.cost.collective import Floats
+from meshwright.cost.offload import BUFFERS
 
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "logits", "working")
 
@@ -60,6 +61,7 @@ class StageLoad:
         chunked: 1 where the loss runs by chunks of tokens, else 0.
         storage, compute, reduce: bytes per element at rest, computing, and when reduced.
         autocast: 1 where weights are cast by autocast (zero = 0 in 16 bit), else 0.
+        away: 1 where the optimizer's state rests away from the device, else 0.
     """
 
     zero: Floats
@@ -87,6 +89,7 @@ class StageLoad:
     compute: Floats
     reduce: Floats
     autocast: Floats
+    away: Floats
 
 
 def peak_memory(load: StageLoad, outside: Floats) -> dict[str, Floats]:
@@ -112,7 +115,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     accumulates = x.micro_batches > 1
     rest = x.storage * x.full / x.shards
     kept = np.where(three, 0.0, x.compute * x.full)  # gathered from first forward to last backward
-    optimizer = 2.0 * x.storage * x.trainable / x.shards
+    optimizer = np.where(x.away > 0, 0.0, 2.0 * x.storage * x.trainable / x.shards)
     gradient_shards = x.storage * x.trainable / x.shards
     casts = x.autocast * x.compute * x.cast
 
@@ -201,7 +204,18 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
             wide * x.tensor,
         ),
     }
-    return [loss, head, block, end]
+    # the update itself matters only where state comes for it: pieces of at most the largest tensor, two at a time
+    buffers = BUFFERS * 2.0 * x.storage * x.tensor / x.shards
+    none = np.zeros_like(x.full)
+    update = {
+        "parameters": rest,
+        "gradients": last,
+        "optimizer": np.where(x.away > 0, buffers, optimizer),
+        "activations": none,
+        "logits": none,
+        "working": none,
+    }
+    return [loss, head, block, end, update]
 
 
 def outside_allocator(groups: Floats, *, is_cpu: bool) -> Floats:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from math import ceil, prod
 
 from meshwright.cluster.spec import ClusterSpec
@@ -19,6 +18,7 @@ from meshwright.layout.layout import LOSS_CHUNKS, Layout
 from meshwright.model.activations import always_unfused, saved_activations, saved_final_bytes
 from meshwright.model.sharding import rule, tp_local_shape
 from meshwright.model.spec import AttentionSpec, BlockSpec, ModelSpec, TensorSpec
+from meshwright.program.units import frozen_names
 
 STATE_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}
 COMPUTE_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -166,13 +166,8 @@ def unit_size(
     )
 
 
-def is_frozen(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a parameter's name matches one of the patterns of parameters that do not train."""
-    return any(fnmatch(name, pattern) or name == pattern for pattern in patterns)
-
-
-def _signature(block: BlockSpec) -> tuple[object, ...]:
-    tensors = tuple((t.shape, t.role, t.is_bias) for t in block.tensors)
+def _signature(block: BlockSpec, stopped: frozenset[str]) -> tuple[object, ...]:
+    tensors = tuple((t.shape, t.role, t.is_bias, t.name in stopped) for t in block.tensors)
     return (block.kind, block.ffn_size, block.sliding_window, tensors)
 
 
@@ -182,6 +177,7 @@ class Pricer:
 
     Attributes:
         kind_of: for each block, which of the distinct ``kinds`` of blocks it is.
+        frozen, stopped: the patterns of parameters that do not train, and the names of these parameters.
     """
 
     spec: ModelSpec
@@ -193,6 +189,7 @@ class Pricer:
     kinds: tuple[BlockSpec, ...]
     kind_of: tuple[int, ...]
     frozen: tuple[str, ...] = ()
+    stopped: frozenset[str] = frozenset()
     _blocks: dict[tuple[int, WorkKey], Work] = field(default_factory=dict[tuple[int, WorkKey], Work])
     _ends: dict[tuple[str, WorkKey, str], Work] = field(default_factory=dict[tuple[str, WorkKey, str], Work])
 
@@ -245,7 +242,8 @@ class Pricer:
             norm = 6.0 * tokens * h * max(4, c)
             copy = (c + 4.0) if c < 4 else 0.0  # a float32 copy of 16-bit logits
             forward = r.matmul_s(tokens, h, v) + (norm + logits * (copy + 16.0)) / r.copy_rate
-            backward = r.matmul_s(tokens, v, h) + r.matmul_s(v, tokens, h)
+            trained = not all((t.tied_to or t.name) in self.stopped for t in self.spec.head)
+            backward = r.matmul_s(tokens, v, h) + (r.matmul_s(v, tokens, h) if trained else 0.0)
             backward += (2.0 * norm + logits * (copy + 20.0)) / r.copy_rate
             ratio = (1.0, 1.0) if r.overlaps else CPU_OPS
             forward += 14 * r.op_s * ratio[0]
@@ -255,7 +253,6 @@ class Pricer:
                 loss == "chunked"
             ):  # all of it happens in forward; backward multiplies two gradients by a factor
                 full = self.state_bytes
-                trained = not all(is_frozen(t.tied_to or t.name, self.frozen) for t in self.spec.head)
                 kept_loss = tokens * h * self._residual_bytes(key) + (full * v * h if trained else 0.0)
                 rows = tokens / LOSS_CHUNKS
                 forward = r.matmul_s(rows, h, v) + r.matmul_s(rows, v, h)
@@ -273,7 +270,7 @@ class Pricer:
                 kept=final,
                 final=final,
                 loss=kept_loss,
-                flops=6.0 * tokens * h * v,
+                flops=(6.0 if trained else 4.0) * tokens * h * v,
             )
         return self._ends[slot]
 
@@ -366,8 +363,12 @@ class Pricer:
         else:
             n, k = unit_tensor_shape(tensor, self.spec.attention, key.tp, key.ep)[-2:]
         forward = calls * r.matmul_s(m, k, n)
-        backward = calls * (r.matmul_s(m, n, k) + r.matmul_s(n, m, k))
-        return forward, backward, calls * 6.0 * m * k * n, max(1, round(calls))
+        backward = calls * r.matmul_s(m, n, k)
+        flops = 4.0
+        if tensor.name not in self.stopped:
+            backward += calls * r.matmul_s(n, m, k)
+            flops = 6.0
+        return forward, backward, calls * flops * m * k * n, max(1, round(calls))
 
     def _selective_bytes(self, block: BlockSpec, tokens: float, key: WorkKey) -> tuple[float, float]:
         """Return bytes that selective recompute keeps beside a block's input, and those of them that autograd saves too.
@@ -471,11 +472,12 @@ def make_pricer(
     Raises:
         MeshwrightError: E405 when a rate that time needs is not known.
     """
+    stopped = frozen_names(spec, frozen)
     found: dict[tuple[object, ...], int] = {}
     kinds: list[BlockSpec] = []
     kind_of: list[int] = []
     for block in spec.blocks:
-        signature = _signature(block)
+        signature = _signature(block, stopped)
         if signature not in found:
             found[signature] = len(kinds)
             kinds.append(block)
@@ -490,4 +492,5 @@ def make_pricer(
         kinds=tuple(kinds),
         kind_of=tuple(kind_of),
         frozen=tuple(frozen),
+        stopped=stopped,
     )

@@ -14,8 +14,8 @@ OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"),
         "loss": ("eager", "chunked", "parallel"),
         "recompute": ("none", "selective", "full"),
-        "offload": ("none",),
-        "compile": ("off",),
+        "offload": ("none", "optimizer", "optimizer-nvme"),
+        "compile": ("off", "blocks"),
         "precision": ("fp32", "bf16", "fp16", "fp64"),
     }
 )

@@ -60,6 +60,7 @@ def check(
         problems += _context_heads(spec, layout)
     if cluster is not None and layout.tp > 1:
         problems += _nodes(layout, cluster.gpus_per_node)
+    problems += check_adapter(spec, layout)
     if for_run:
         problems += check_built(layout, spec)
     return problems
@@ -427,7 +428,30 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
         problems += _tensor_built(spec, layout)
     if spec is not None:
         problems += context_built(spec, layout)
+    problems += _compile_built(layout, spec)
     return problems
+
+
+def _compile_built(layout: Layout, spec: ModelSpec | None) -> list[Problem]:
+    """Return E279 for each option that compiled blocks do not go with."""
+    if layout.compile == "off":
+        return []
+    beside: list[tuple[str, str]] = []
+    if layout.recompute == "selective":
+        beside.append(("recompute=selective", "recompute=full, or compile=off"))
+    if layout.tp > 1:
+        beside.append((f"tp = {layout.tp}", f"tp = 1,dp = {layout.dp * layout.tp}, or compile=off"))
+    if layout.cp > 1:
+        beside.append((f"cp = {layout.cp}", f"cp = 1,dp = {layout.dp * layout.cp}, or compile=off"))
+    if spec is not None and spec.dropout:
+        beside.append((f"dropout {spec.dropout:g}", "dropout = 0, or compile=off"))
+    if layout.schedule in SPLIT and layout.pp > 1:
+        whole = "interleaved" if layout.chunks > 1 else "1f1b"
+        beside.append((f"schedule={layout.schedule}", f"schedule={whole}, or compile=off"))
+    return [
+        problem("E279", where="layout.compile", found=f"compile={layout.compile} with {what}", do=do)
+        for what, do in beside
+    ]
 
 
 def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
@@ -448,3 +472,27 @@ def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
         legal = [t for t in divisors(spec.num_heads) if (t - 1) * -(-spec.vocab_size // t) < spec.vocab_size]
         reasons.append((what + "leave the last without any", "rows on each rank", f"tp = {legal[-1]}"))
     return [problem("E253", where="layout.tp", found=f, needs=n, do=d) for f, n, d in reasons]
+
+
+def check_optimizer(layout: Layout, name: str) -> list[Problem]:
+    """Return E276 where the state of the optimizer called ``name`` cannot be offloaded (kind "code")."""
+    if layout.offload == "none" or name == "adamw":
+        return []
+    found = f"optimizer.name = {name}, offload={layout.offload}"
+    return [problem("E276", where="layout.offload", found=found)]
+
+
+def check_adapter(spec: ModelSpec, layout: Layout) -> list[Problem]:
+    """Return E270 for each axis on which adapters cannot run (kind "code"); nothing for a model without one."""
+    if spec.adapter is None:
+        return []
+    return [
+        problem(
+            "E270",
+            where=f"layout.{axis}",
+            found=f"{axis} = {getattr(layout, axis)} with an adapter",
+            do=f"{axis} = 1; dp, zero=3 and pp spread it as well",
+        )
+        for axis in ("cp", "ep")
+        if getattr(layout, axis) > 1
+    ]

@@ -1,7 +1,7 @@
 """The one fixed order in which a plan becomes a running model on one rank.
 
-build -> freeze -> attention over the context axis -> cut the stages -> cut by the tensor axis -> move -> recompute
--> data parallel (replicate or ZeRO) -> pipeline -> tied pair.
+build -> adapters -> freeze -> attention over the context axis -> cut the stages -> cut by the tensor axis -> move
+-> compile -> recompute -> data parallel (replicate or ZeRO) -> pipeline -> tied pair.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from meshwright.mesh.device_mesh import MeshView
 from meshwright.model.randomness import draws_alike, drops_probabilities
 from meshwright.model.sharding import tp_copies
 from meshwright.model.spec import ModelSpec
+from meshwright.parallel.adapters import add_adapters
 from meshwright.parallel.build import build_model, frozen_names
+from meshwright.parallel.compiled import compile_blocks
 from meshwright.parallel.context import ContextAxis, local_batch, use_context
 from meshwright.parallel.dropout import Dropout, place_on_axes, use_dropout
 from meshwright.parallel.loss import IGNORE, chunked_loss_sum
@@ -37,6 +39,7 @@ from meshwright.parallel.tensor import TensorAxis, joined, shard_tensors
 from meshwright.parallel.tied import local, sum_local_pair, sum_tied_gradient
 from meshwright.parallel.zero import Zero, shard
 from meshwright.program.plan import Plan
+from meshwright.program.units import leading_frozen
 from meshwright.schedule.actions import ActionKind, Schedule
 from meshwright.schedule.text import parse_schedule
 
@@ -257,8 +260,11 @@ def apply_plan(
     seed: int,
     weights: Mapping[str, Tensor] | None = None,
     on_action: Callable[[str], None] = _silent,
+    compile_backend: str = "inductor",
 ) -> ParallelModel:
     """Return this rank's part of the model of ``plan``, ready to train. Every rank of the mesh calls it.
+
+    ``compile_backend`` is what ``compile=blocks`` compiles with.
 
     Raises:
         MeshwrightError: E546 when a stage has nothing to train, E811, E812.
@@ -266,9 +272,11 @@ def apply_plan(
     layout = plan.layout
     table = precision_table(layout)
     causal_lm = build_model(plan.model_config, seed=seed, dtype=dtype_of(table.storage), weights=weights)
+    if spec.adapter is not None:
+        add_adapters(causal_lm, spec, seed)
     frozen = frozen_names(spec, plan.frozen)
     for name, p in causal_lm.named_parameters():
-        p.requires_grad_(name not in frozen)
+        p.requires_grad_(logical_name(name) not in frozen)
     dropout = _dropout(causal_lm, spec, plan, view, seed)
     context = use_context(causal_lm, spec, view, plan.batch.seq_len) if layout.cp > 1 else None
     schedule = parse_schedule(plan.schedule_text, name=layout.schedule)
@@ -300,8 +308,13 @@ def apply_plan(
             raise MeshwrightError(
                 problem("E546", where="freeze", found=f"stage {index} has no trainable parameter left")
             )
+        if layout.compile == "blocks":
+            compile_blocks(stage_blocks(stage, spec), compile_backend)
         recompute_blocks(stage_blocks(stage, spec), layout.recompute, again_in)
-        engines[index] = _data_parallel(stage, spec, view, table)
+        engine = engines[index] = _data_parallel(stage, spec, view, table)
+        leading = leading_frozen(spec, layout, index, plan.frozen)
+        if isinstance(engine, Zero) and leading:
+            engine.begin_backward_at([*stage_blocks(stage, spec), stage][leading])
         held = {logical_name(n): p for n, p in stage.named_parameters()}
         params |= held
         stage_of |= dict.fromkeys(held, index)

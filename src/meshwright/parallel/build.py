@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
 from meshwright.model.spec import ModelSpec
+from meshwright.program import units
 
 
 def config_problems(config: Mapping[str, Any]) -> list[Problem]:
@@ -104,16 +105,11 @@ def frozen_names(spec: ModelSpec, patterns: tuple[str, ...]) -> frozenset[str]:
     Raises:
         MeshwrightError: E812 for a pattern without a match.
     """
-    names: set[str] = set()
-    problems = []
-    for pattern in patterns:
-        hit = {t.name for t in spec.tensors() if fnmatchcase(t.name, pattern)}
-        if not hit:
-            problems.append(problem("E812", where="freeze", found=f"{pattern!r} matches no parameter"))
-        names |= hit
-    if problems:
-        raise MeshwrightError(problems)
-    for tensor in spec.tensors():
-        if tensor.tied_to is not None and (tensor.tied_to in names or tensor.name in names):
-            names |= {tensor.name, tensor.tied_to}
-    return frozenset(names)
+    refuse(
+        [
+            problem("E812", where="freeze", found=f"{pattern!r} matches no parameter")
+            for pattern in patterns
+            if not any(fnmatchcase(t.name, pattern) for t in spec.tensors())
+        ]
+    )
+    return units.frozen_names(spec, patterns)

@@ -216,5 +216,12 @@ def _narrow_config(base: nn.Module, start: int, count: int) -> None:
 
 
 def logical_name(name: str) -> str:
-    """Return the Hugging Face parameter name of a StageModule's parameter ``name``."""
-    return name.removeprefix("causal_lm.")
+    """Return the Hugging Face parameter name of a StageModule's parameter ``name``.
+
+    Beside an adapter a layer's own parameters stand one level deeper ("base_layer"), and the adapter's below its name
+    ("default"); logical names have neither.
+    """
+    name = name.removeprefix("causal_lm.")
+    if ".lora_" in name:
+        return name.replace(".default.", ".")
+    return name.replace(".base_layer.", ".")

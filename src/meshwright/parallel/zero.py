@@ -66,6 +66,15 @@ class Zero:
     def finish(self) -> None:
         """Nothing is left: the last backward reduced everything."""
 
+    def begin_backward_at(self, block: nn.Module) -> None:
+        """Let ``block`` (or the root) be the last that backward gathers for: no gradient flows into those before it.
+
+        FSDP2 prefetches in each unit's backward the unit before it, wanted or not; here it is told to prefetch the
+        root unit, which is gathered then anyway.
+        """
+        assert isinstance(block, FSDPModule)
+        block.set_modules_to_backward_prefetch([self.root])
+
     def waiting_gradients(self) -> list[Tensor]:
         """Return the gradients that wait for the last backward: whole (stage 1), or shards to be summed (HSDP)."""
         found: list[Tensor] = []

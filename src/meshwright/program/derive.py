@@ -14,7 +14,12 @@ from meshwright.layout.context import local_length
 from meshwright.layout.layout import Layout
 from meshwright.layout.precision import PrecisionTable, precision_table
 from meshwright.layout.ranks import SHARD, coordinates, group
-from meshwright.model.counts import block_forward_flops, head_forward_flops
+from meshwright.model.counts import (
+    block_forward_flops,
+    block_weight_flops,
+    head_forward_flops,
+    head_weight_flops,
+)
 from meshwright.model.sharding import tp_shape
 from meshwright.model.spec import ModelSpec
 from meshwright.program.context import attention_collectives
@@ -23,6 +28,7 @@ from meshwright.program.tensor import micro_batch_collectives, on_rank, step_col
 from meshwright.program.units import (
     Unit,
     frozen_names,
+    leading_frozen,
     shard_numel,
     stage_layers,
     stage_units,
@@ -76,6 +82,12 @@ def forward_flops_per_token(spec: ModelSpec, layout: Layout, stage: int, seq_len
     return total + (head_forward_flops(spec) if stage == layout.num_stages - 1 else 0.0)
 
 
+def unneeded_weight_flops(spec: ModelSpec, layout: Layout, stage: int) -> float:
+    """Return the FLOPs per token of weight gradients that a backward of ``stage`` saves because an adapter trains."""
+    total = sum(block_weight_flops(spec, spec.blocks[i]) for i in stage_layers(layout, stage))
+    return total + (head_weight_flops(spec) if stage == layout.num_stages - 1 else 0.0)
+
+
 class _Deriver:
     """One rank's facts, and the operations that each action stands for."""
 
@@ -104,6 +116,8 @@ class _Deriver:
             for s in stages
         }
         self.frozen = frozen_names(spec, frozen)
+        self.leading = {s: leading_frozen(spec, layout, s, frozen) for s in stages}
+        self.weights = {s: tokens * unneeded_weight_flops(spec, layout, s) / layout.tp for s in stages}
 
     def ops(self, row: Sequence[Action]) -> Iterator[Op]:
         """Yield the operations of the whole step."""
@@ -135,7 +149,7 @@ class _Deriver:
             if self.layout.zero == 3 and action.kind is not ActionKind.WEIGHT_GRAD:
                 yield from self._gathers(stage, k, "backward")
             half = _HALVES[action.kind]
-            flops = (1 if half else 2) * self.flops[stage]
+            flops = (1 if half else 2) * self.flops[stage] - (0.0 if half == "input" else self.weights[stage])
             yield Compute(what="backward", stage=stage, micro_batch=k, flops=flops, half=half)
             if action.kind is not ActionKind.WEIGHT_GRAD:
                 yield from self._tensor(stage, k, "backward")
@@ -158,7 +172,7 @@ class _Deriver:
         size = self.table.bytes_of("gather")
         units = self.units[stage]
         once = self.layout.zero < 3
-        for unit in units if phase == "forward" else (units[0], *reversed(units[1:])):
+        for unit in units if phase == "forward" else self._gathered_again(stage):
             if unit.tensors:
                 yield Collective(
                     kind="all_gather",
@@ -169,6 +183,11 @@ class _Deriver:
                     stage=stage,
                     micro_batch=k,
                 )
+
+    def _gathered_again(self, stage: int) -> tuple[Unit, ...]:
+        """Return the units that are gathered for a backward, in order: no gradient flows into the others."""
+        root, *blocks = self.units[stage]
+        return (root, *reversed(blocks[self.leading[stage] :]))
 
     def _scatters(self, stage: int, k: int | None) -> Iterator[Op]:
         if self.shards > 1:

@@ -31,7 +31,8 @@ from meshwright.program.plan import Plan
 from meshwright.train.data import TokenData, eval_batches, rank_batch
 from meshwright.train.memory import resting_bytes, watch_step
 from meshwright.train.metrics import RunLog
-from meshwright.train.optim import Rate, build_optimizer
+from meshwright.train.offload import OffloadedAdamW, close_optimizer, make_optimizer
+from meshwright.train.optim import Rate
 from meshwright.train.scale import LossScale, loss_scale_for
 from meshwright.train.step import StepResult, sum_over_world, train_step
 
@@ -57,6 +58,7 @@ class TrainTask:
         weights: pretrained weights by logical name, or None for fresh ones drawn from the seed.
         stop_at: last global step of this session (the rate's horizon stays ``run.run.steps``).
         resume_from: checkpoint to start from, or None.
+        offload_dir: where state that is offloaded to files goes.
         manifest: facts that a checkpoint's manifest keeps (plan, versions).
     """
 
@@ -68,6 +70,7 @@ class TrainTask:
     stop_at: int
     resume_from: Path | None = None
     weights: Mapping[str, Tensor] | None = None
+    offload_dir: Path | None = None
     manifest: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -107,7 +110,14 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
     )
     placement = check_placement(spec, view, model.params, model.stage_of)
     check_replicas(model)
-    optimizer = build_optimizer(model.trainable(), model.decays, run.optimizer)
+    optimizer = make_optimizer(
+        model.trainable(),
+        model.decays,
+        run.optimizer,
+        offload=plan.layout.offload,
+        folder=task.offload_dir,
+        rank=facts.rank,
+    )
     rate = Rate(
         name=run.schedule.name,
         peak=run.optimizer.lr,
@@ -122,7 +132,8 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
         done = _resume(task, model, optimizer, scale)
     log.event("start", step=done, plan_hash=plan.hash, world_size=plan.world_size)
     started = time.monotonic()
-    memory = MemoryBytes(**resting_bytes(model, optimizer))
+    rest = resting_bytes(model, optimizer)
+    memory = MemoryBytes(**{name: size for name, size in rest.items() if name != "offloaded"})
     times: list[float] = []
     phases: dict[str, list[float]] = {}
     final_loss, eval_loss, first_eval = math.nan, None, None
@@ -180,6 +191,7 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
             log.event("checkpoint", step=step)
         if last:
             break
+    close_optimizer(optimizer)
     log.event("end", step=step, loss=final_loss)
     log.close()
     mine = RankSummary(
@@ -373,6 +385,8 @@ def _save(
     step: int,
     rank: int,
 ) -> None:
+    if isinstance(optimizer, OffloadedAdamW):
+        optimizer.verify()
     save_checkpoint(
         folder=task.run_dir / "checkpoints",
         step=step,
@@ -440,6 +454,8 @@ def _resume(task: TrainTask, model: ParallelModel, optimizer: torch.optim.Optimi
         place=_placing(model),
     )
     refuse(check_resumed(extra, task))
+    if isinstance(optimizer, OffloadedAdamW):
+        optimizer.seal()
     saved = extra["loss_scale"]
     scale.value, scale.good_steps, scale.skipped_in_row = (
         saved["value"],

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from meshwright.base.codes import (
+    adapter,
     backtest,
     checkpoint,
     cluster,
@@ -30,6 +31,7 @@ TABLES: Final[tuple[tuple[CodeInfo, ...], ...]] = (
     written.CODES,
     model.CODES,
     layout.CODES,
+    adapter.CODES,
     schedule.CODES,
     layout_text.CODES,
     plan_file.CODES,
