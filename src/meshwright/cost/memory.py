@@ -45,7 +45,8 @@ class StageLoad:
     """What a stage holds, in elements and bytes. ``full`` is padded to the shard group, after tp and ep.
 
     Attributes:
-        zero, shards, micro_batches, in_flight: of the layout and its schedule.
+        zero, micro_batches, in_flight: of the layout and its schedule.
+        resting, trainable_resting: elements of all units that one rank of their shard groups holds.
         full, trainable: elements of all units; ``tensor`` of the largest single tensor.
         root, root_trainable, block, block_trainable: of the root unit and of the largest block.
         cast: elements of matmul weights (which autocast casts).
@@ -63,7 +64,8 @@ class StageLoad:
     """
 
     zero: Floats
-    shards: Floats
+    resting: Floats
+    trainable_resting: Floats
     micro_batches: Floats
     in_flight: Floats
     full: Floats
@@ -110,10 +112,10 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     sharded = x.zero >= 1
     three = x.zero >= 3
     accumulates = x.micro_batches > 1
-    rest = x.storage * x.full / x.shards
+    rest = x.storage * x.resting
     kept = np.where(three, 0.0, x.compute * x.full)  # gathered from first forward to last backward
-    optimizer = 2.0 * x.storage * x.trainable / x.shards
-    gradient_shards = x.storage * x.trainable / x.shards
+    optimizer = 2.0 * x.storage * x.trainable_resting
+    gradient_shards = x.storage * x.trainable_resting
     casts = x.autocast * x.compute * x.cast
 
     parameters = rest + np.where(sharded, kept, 0.0)
