@@ -273,7 +273,15 @@ def test_prove_answers_with_its_exit_code(
         "sentinel": {"factor": 2.0, "cause": "twice"},
         "ledger": {"matches": True},
         "placement": {"complete": True},
-        "ladder": [{"adds": "dp=2", "layout": "dp=2,precision=fp64", "passed": passed, "max_rel_diff": 0.5, "worst": None}],
+        "ladder": [
+            {
+                "adds": "dp=2",
+                "layout": "dp=2,precision=fp64",
+                "passed": passed,
+                "max_rel_diff": 0.5,
+                "worst": None,
+            }
+        ],
     }
     calls = Calls(monkeypatch, "meshwright.orchestrate.proving", "prove_command", result)
     args = ["prove", "--model", LLAMA, "--layout", "dp=2", "--freeze", "a", "--freeze", "b", "--tie"]

@@ -19,6 +19,7 @@ from meshwright.cost.memory import StageLoad, outside_allocator, peak_memory
 from meshwright.cost.offload import exposed_seconds, is_away, travel_seconds
 from meshwright.cost.pieces import (
     COMPUTE_BYTES,
+    EXPERT_ROLES,
     SHARD_OPS_PER_TENSOR,
     SHARD_OPS_PER_UNIT,
     STATE_BYTES,
@@ -34,8 +35,8 @@ from meshwright.layout.batch import Batch
 from meshwright.layout.context import local_length
 from meshwright.layout.cut import resolve_cut
 from meshwright.layout.layout import LOSS_CHUNKS, Layout
+from meshwright.layout.ranks import expert_degrees, strides
 from meshwright.layout.ranks import group as rank_group
-from meshwright.layout.ranks import strides
 from meshwright.model.spec import TensorSpec
 from meshwright.schedule.actions import ActionKind, Schedule
 from meshwright.schedule.clock import Clock, run_clock
@@ -67,6 +68,10 @@ class StageUnits:
 
     root: tuple[UnitSize, ...]
     kinds: tuple[UnitSize, ...]
+    experts: tuple[UnitSize, ...] = ()
+    """The part of each kind that the expert axis spreads; empty where nothing is spread."""
+    rest: tuple[UnitSize, ...] = ()
+    """The other part of each kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +87,9 @@ class DataSeconds:
 
 
 _DATA = tuple(f.name for f in fields(DataSeconds))
+
+_SUMMED = ("full", "trainable", "resting", "trainable_resting", "matmul", "trainable_tensors")
+"""Sizes of units that add up over a stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +159,16 @@ def stage_units(pricer: Pricer, stages: int, tp: int, ep: int, shards: int) -> S
         for s in range(stages)
     ]
     kinds = [_sizes(pricer, b.tensors, tp, ep, shards) for b in pricer.kinds]
-    return StageUnits(root=tuple(root), kinds=tuple(kinds))
+    if ep == 1:
+        return StageUnits(root=tuple(root), kinds=tuple(kinds))
+    spread = [[t for t in b.tensors if t.role in EXPERT_ROLES] for b in pricer.kinds]
+    rest = [[t for t in b.tensors if t.role not in EXPERT_ROLES] for b in pricer.kinds]
+    return StageUnits(
+        root=tuple(root),
+        kinds=tuple(kinds),
+        experts=tuple(_sizes(pricer, tensors, tp, ep, shards) for tensors in spread),
+        rest=tuple(_sizes(pricer, tensors, tp, ep, shards) for tensors in rest),
+    )
 
 
 def group_shapes(layout: Layout, gpus_per_node: int) -> tuple[GroupShape, GroupShape, GroupShape]:
@@ -201,6 +218,30 @@ def _data_seconds(
             edge = f"{name}_edge"
             total[edge] = max(total[edge], value) if index == 0 or not total[edge] else total[edge]
     return DataSeconds(**total)
+
+
+def _stage_seconds(
+    pricer: Pricer,
+    layout: Layout,
+    units: StageUnits,
+    stage: int,
+    counts: Sequence[int],
+    zero: int,
+    shapes: tuple[GroupShape, GroupShape],
+) -> DataSeconds:
+    """Return the communication of one stage; experts that are spread have groups of their own."""
+    if not units.experts:
+        held = [(units.root[stage], 1), *zip(units.kinds, counts, strict=True)]
+        return _data_seconds(pricer, held, zero, *shapes)
+    held = [(units.root[stage], 1), *zip(units.rest, counts, strict=True)]
+    one = _data_seconds(pricer, held, zero, *shapes)
+    replicas, shards = expert_degrees(layout)
+    node, step = pricer.cluster.gpus_per_node, layout.tp * layout.ep
+    inner = strided_shape(shards if zero else replicas, step, node)
+    outer = strided_shape(replicas if zero else 1, step * shards, node)
+    other = _data_seconds(pricer, list(zip(units.experts, counts, strict=True)), zero, inner, outer)
+    sums = {n: getattr(one, n) + getattr(other, n) for n in _DATA if not n.endswith("_edge")}
+    return replace(one, **sums)
 
 
 def _exposed(rates_overlap: bool, seconds: Floats, window: Floats, edge: Floats) -> Floats:
@@ -429,7 +470,8 @@ def rank_load(load: StageLoad, row: int, schedule: Schedule, clock: Clock) -> St
     return replace(
         load,
         zero=largest(load.zero),
-        shards=largest(load.shards),
+        resting=added(load.resting),
+        trainable_resting=added(load.trainable_resting),
         micro_batches=largest(load.micro_batches),
         in_flight=np.array([[float(n) for n in clock.peak_in_flight]]),
         losses=losses[None, :],
@@ -499,10 +541,7 @@ def _table(
             row = [int(n) for n in kinds[s]]
             held = [(units.root[s], 1), *zip(units.kinds, row, strict=True)]
             here = [u for u, n in held[1:] if n]
-            sums = {
-                name: sum(getattr(u, name) * n for u, n in held)
-                for name in ("full", "trainable", "matmul", "trainable_tensors")
-            }
+            sums = {name: sum(getattr(u, name) * n for u, n in held) for name in _SUMMED}
             sizes = {
                 **sums,
                 "largest": max(u.largest for u, n in held if n),
@@ -513,11 +552,10 @@ def _table(
             }
             slot = (units.root[s], tuple(row))
             if slot not in known:
-                known[slot] = _data_seconds(pricer, held, stage_zero, shards, copies)
+                known[slot] = _stage_seconds(pricer, layout, units, s, row, stage_zero, (shards, copies))
             sizes |= {name: getattr(known[slot], name) for name in _DATA}
-            sizes["shards"] = float(layout.shard if stage_zero else 1)
         else:
-            sizes = dict.fromkeys(out, 0.0) | {"shards": 1.0}
+            sizes = dict.fromkeys(out, 0.0)
         for name, value in sizes.items():
             out.setdefault(name, []).append(value)
     return out
@@ -558,7 +596,8 @@ def _load(
     boundary = wide(piped * message) * ((1.0 - first) * 2.0 * wide(m) + (1.0 - last) * (wide(m) + in_flight))
     return StageLoad(
         zero=wide(zero),
-        shards=np.maximum(table["shards"], 1.0),
+        resting=table["resting"],
+        trainable_resting=table["trainable_resting"],
         micro_batches=wide(m),
         in_flight=in_flight,
         full=table["full"],
@@ -594,7 +633,7 @@ def _outside(pricer: Pricer, layouts: Sequence[Layout]) -> Floats:
 def _optimizer(pricer: Pricer, table: dict[str, Floats]) -> Floats:
     """Return [layouts, stages] seconds of zeroing, norm, clip and AdamW on a rank's shard."""
     scale = pricer.state_bytes / 4.0
-    local = table["trainable"] / np.maximum(table["shards"], 1.0)
+    local = table["trainable_resting"]
     rates = pricer.rates
     measured = "optimizer_bytes_per_s" in pricer.cluster.measured
     adam = ADAM_PROBE_BYTES if measured else ADAM_BYTES
@@ -605,7 +644,7 @@ def _optimizer(pricer: Pricer, table: dict[str, Floats]) -> Floats:
 
 def _travel(pricer: Pricer, layouts: Sequence[Layout], table: dict[str, Floats], update: Floats) -> Floats:
     """Return [layouts, stages] seconds that the update waits for state that comes from away."""
-    local = 2.0 * pricer.state_bytes * table["trainable"] / np.maximum(table["shards"], 1.0)
+    local = 2.0 * pricer.state_bytes * table["trainable_resting"]
     rows = [
         exposed_seconds(travel_seconds(layout, local[r], pricer.rates), update[r], pricer.rates)
         for r, layout in enumerate(layouts)

@@ -46,7 +46,8 @@ class StageLoad:
     """What a stage holds, in elements and bytes. ``full`` is padded to the shard group, after tp and ep.
 
     Attributes:
-        zero, shards, micro_batches, in_flight: of the layout and its schedule.
+        zero, micro_batches, in_flight: of the layout and its schedule.
+        resting, trainable_resting: elements of all units that one rank of their shard groups holds.
         full, trainable: elements of all units; ``tensor`` of the largest single tensor.
         root, root_trainable, block, block_trainable: of the root unit and of the largest block.
         cast: elements of matmul weights (which autocast casts).
@@ -65,7 +66,8 @@ class StageLoad:
     """
 
     zero: Floats
-    shards: Floats
+    resting: Floats
+    trainable_resting: Floats
     micro_batches: Floats
     in_flight: Floats
     full: Floats
@@ -113,10 +115,10 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     sharded = x.zero >= 1
     three = x.zero >= 3
     accumulates = x.micro_batches > 1
-    rest = x.storage * x.full / x.shards
+    rest = x.storage * x.resting
     kept = np.where(three, 0.0, x.compute * x.full)  # gathered from first forward to last backward
-    optimizer = np.where(x.away > 0, 0.0, 2.0 * x.storage * x.trainable / x.shards)
-    gradient_shards = x.storage * x.trainable / x.shards
+    optimizer = np.where(x.away > 0, 0.0, 2.0 * x.storage * x.trainable_resting)
+    gradient_shards = x.storage * x.trainable_resting
     casts = x.autocast * x.compute * x.cast
 
     parameters = rest + np.where(sharded, kept, 0.0)
@@ -205,7 +207,8 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         ),
     }
     # the update itself matters only where state comes for it: pieces of at most the largest tensor, two at a time
-    buffers = BUFFERS * 2.0 * x.storage * x.tensor / x.shards
+    share = x.trainable_resting / np.maximum(x.trainable, 1.0)  # of a tensor, on one rank of its shard group
+    buffers = BUFFERS * 2.0 * x.storage * x.tensor * share
     none = np.zeros_like(x.full)
     update = {
         "parameters": rest,

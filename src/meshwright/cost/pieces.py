@@ -112,14 +112,23 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSize:
-    """Elements of one unit on one rank after tp and ep, padded to ``shards`` equal rows."""
+    """Elements of one unit on one rank after tp and ep, padded to equal rows of its shard group.
+
+    ``resting`` and ``trainable_resting`` are what one rank of that group holds of them.
+    """
 
     full: float
     trainable: float
+    resting: float
+    trainable_resting: float
     largest: float
     tensors: int
     trainable_tensors: int
     matmul: float
+
+
+EXPERT_ROLES = ("expert_in", "expert_out")
+"""Tensors that the expert axis cuts."""
 
 
 def unit_tensor_shape(tensor: TensorSpec, attention: AttentionSpec, tp: int, ep: int) -> tuple[int, ...]:
@@ -140,18 +149,24 @@ def unit_size(
     ep: int,
     shards: int,
 ) -> UnitSize:
-    """Return the elements of a unit: each tensor is padded on dim 0 to a multiple of ``shards``."""
-    full = trained = largest = matmul = 0.0
+    """Return the elements of a unit: each tensor is padded on dim 0 to a multiple of its shard group.
+
+    That is ``shards`` ranks, and the shards / ep of them that hold the same experts for an expert's tensor.
+    """
+    full = trained = resting = trained_resting = largest = matmul = 0.0
     count = trained_count = 0
     for tensor, trains in zip(tensors, trainable, strict=True):
         shape = unit_tensor_shape(tensor, attention, tp, ep)
         numel = float(prod(shape))
-        if shards > 1:
-            numel = ceil(shape[0] / shards) * shards * prod(shape[1:])
+        parts = max(1, shards // ep) if tensor.role in EXPERT_ROLES else shards
+        if parts > 1:
+            numel = ceil(shape[0] / parts) * parts * prod(shape[1:])
         full += numel
+        resting += numel / parts
         count += 1
         if trains:
             trained += numel
+            trained_resting += numel / parts
             trained_count += 1
             largest = max(largest, numel)
         if len(shape) >= 2 and tensor.role not in ("embedding", "position", "expert_in", "expert_out"):
@@ -159,6 +174,8 @@ def unit_size(
     return UnitSize(
         full=full,
         trainable=trained,
+        resting=resting,
+        trainable_resting=trained_resting,
         largest=largest,
         tensors=count,
         trainable_tensors=trained_count,
@@ -456,12 +473,15 @@ class Pricer:
         return hops * (forwards * ahead + max(0.0, hop + gradients - backward / key.cp))
 
     def _expert(self, block: BlockSpec, key: WorkKey, tokens: float) -> float:
-        """Return seconds of the four all-to-alls (dispatch and combine, forward and backward)."""
+        """Return seconds of the all-to-alls: counts, dispatch and combine, back, and again where it is recomputed."""
         if block.moe is None or key.ep < 2:
             return 0.0
         shape = strided_shape(key.ep, key.tp, self.cluster.gpus_per_node)
         num_bytes = tokens * block.moe.experts_per_token * self.spec.hidden_size * self.compute_bytes
-        return 4.0 * float(self.times.seconds("all_to_all", num_bytes, shape))
+        rows = float(self.times.seconds("all_to_all", num_bytes, shape))
+        counts = float(self.times.seconds("all_to_all", 8.0 * block.moe.num_experts, shape))
+        forwards = 1.0 if key.recompute == "none" else 2.0
+        return forwards * counts + (2.0 + 2.0 * forwards) * rows
 
 
 def make_pricer(

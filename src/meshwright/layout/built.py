@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-AXES: Final = frozenset({"dp", "pp", "tp", "cp"})
+AXES: Final = frozenset({"dp", "pp", "tp", "cp", "ep"})
 """Axes whose degree may be above 1."""
 
 OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -32,6 +32,9 @@ PIPELINE_FAMILIES: Final = (
     "phi3",
 )
 """Model families that can be cut in stages."""
+
+EXPERT_FAMILIES: Final = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+"""Model families whose experts can be spread over ranks."""
 
 TENSOR_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
 """Model families that the tensor axis can cut."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,18 @@ from torch.nn import functional as F
 
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.loss import IGNORE
+
+
+class RouterTerm(Protocol):
+    """A term of the loss from the logits of a mixture's routers (see ``parallel.router_loss``)."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Note the logits of the forward inside."""
+        ...
+
+    def take(self, labels_BT: Tensor) -> Tensor:
+        """Return the term, summed like the token losses."""
+        ...
 
 
 class StageBlocks(nn.ModuleList):
@@ -78,7 +90,8 @@ class StageModule(nn.Module):
 
     ``forward(x, labels)``: the first stage takes token ids [B, T]; later stages take hidden states [B, T, D].
     All but the last return hidden states [B, T, D] in ``wire_dtype``; the last returns the summed loss of
-    the valid tokens (a scalar), so that logits live no longer than the loss needs them.
+    the valid tokens (a scalar), so that logits live no longer than the loss needs them. Where gradients are made, the
+    routers' term is added to it; without gradients (an evaluation) the loss is that of the tokens alone.
     """
 
     def __init__(
@@ -94,6 +107,7 @@ class StageModule(nn.Module):
         self.forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
         self.chunked_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
         self.loss_sum: Callable[[Tensor, Tensor], Tensor] = token_loss_sum
+        self.router_loss: RouterTerm | None = None
         self.position_ids: Tensor | None = None
         """Positions of the tokens that the stage is given, [1, T]; None where they are 0 .. T - 1."""
 
@@ -119,6 +133,15 @@ class StageModule(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return hidden states, or the summed loss on the last stage (see the class)."""
+        router = self.router_loss
+        if router is None or labels is None or not torch.is_grad_enabled():
+            return self._forward(x, labels)
+        with router.recording():
+            loss = self._forward(x, labels)
+        with self.forward_context():
+            return loss + router.take(labels)
+
+    def _forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
         with self.forward_context():
             if self.chunked_loss is not None and labels is not None:
                 return self.chunked_loss(

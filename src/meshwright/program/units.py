@@ -19,11 +19,13 @@ class Unit:
         name: "root" or "block 3" (the layer's global index).
         tensors: real tensors of this stage; a tied head whose embedding lives elsewhere is one of them.
         trainable: for each tensor whether it has a gradient.
+        experts: whether it holds one mixture's experts, which the expert axis spreads.
     """
 
     name: str
     tensors: tuple[TensorSpec, ...]
     trainable: tuple[bool, ...]
+    experts: bool = False
 
     @property
     def numel(self) -> int:

@@ -89,6 +89,8 @@ def run_reference(
         p.requires_grad_(name not in frozen)
     trainable = {n: p for n, p in params.items() if p.requires_grad}
     optimizer = _optimizer(trainable, recipe.optimizer)
+    routed = {"output_router_logits": True} if recipe.config.get("output_router_logits") else {}
+    coefficient = getattr(model, "router_aux_loss_coef", 0.0)
     autocast = recipe.precision in ("bf16", "fp16")
     losses: list[float] = []
     norms: list[float] = []
@@ -101,8 +103,10 @@ def run_reference(
             inputs_GT, labels_GT, rows_G = inputs_GT.flip(0), labels_GT.flip(0), rows_G.flip(0)
         optimizer.zero_grad()
         valid = int((labels_GT != -100).sum())
+        # The routers' term is one of each sequence: transformers' own number of a batch of one.
+        rows = 1 if routed else recipe.rows_at_once
         loss = 0.0
-        parts = (t.split(recipe.rows_at_once) for t in (inputs_GT, labels_GT, rows_G))
+        parts = (t.split(rows) for t in (inputs_GT, labels_GT, rows_G))
         for x_BT, y_BT, rows_B in zip(*parts, strict=True):
             if dropout is not None:
                 dropout.step, dropout.rows_B = k + 1, rows_B
@@ -112,11 +116,13 @@ def run_reference(
                 else torch.autocast("cpu", dtype=dtype_of(recipe.precision), enabled=autocast)
             )
             with context:
-                logits_BTV = model(input_ids=x_BT, use_cache=False).logits
-            logits_BTV = logits_BTV if fp64 else logits_BTV.float()
+                out = model(input_ids=x_BT, use_cache=False, **routed)
+            logits_BTV = out.logits if fp64 else out.logits.float()
             part = F.cross_entropy(
                 logits_BTV.flatten(0, 1), y_BT.flatten(), ignore_index=-100, reduction="sum"
             )
+            if routed:
+                part = part + coefficient * out.aux_loss * (y_BT != -100).sum()
             (part / valid).backward()
             loss += part.item() / valid
         gradients = {n: _gradient(p) for n, p in trainable.items()}

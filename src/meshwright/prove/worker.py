@@ -123,7 +123,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof
             got = model.gradients()
             missing.update(model.without_gradient())
             unscaled = got if scale.value == 1.0 else {n: g / scale.value for n, g in got.items()}
-            found.update(compare(unscaled, "gradient", file, rename, model.tp_part))
+            found.update(compare(unscaled, "gradient", file, rename, model.part))
 
         last = k == len(task.batches) - 1
         context = recorder if last else None
@@ -142,7 +142,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof
         losses.append(result.loss)
         norms.append(result.grad_norm)
         gradients.append(found)
-        weights.append(compare(model.params, "weight", file, rename, model.tp_part))
+        weights.append(compare(model.params, "weight", file, rename, model.part))
         order_matches = order_matches and model.executed == _expected_order(plan, view.pp_rank)
     close_optimizer(optimizer)
     schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)

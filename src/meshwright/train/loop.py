@@ -21,6 +21,7 @@ from meshwright.checkpoint.load import load_checkpoint
 from meshwright.checkpoint.pieces import in_pieces
 from meshwright.checkpoint.save import save_checkpoint
 from meshwright.checkpoint.state import Place
+from meshwright.layout.ranks import EXPERT_REPLICATE
 from meshwright.mesh.device_mesh import build_mesh
 from meshwright.mesh.env import RankFacts
 from meshwright.model.spec import ModelSpec
@@ -326,22 +327,28 @@ def _check_coverage(model: ParallelModel) -> None:
 def check_replicas(model: ParallelModel) -> None:
     """Refuse replicas that do not start equal.
 
-    Communication: one all_reduce of two sums per parameter unit on ``dp_replicate``.
+    Communication: two all_reduces of one sum per parameter on ``dp_replicate``, and of one per tensor of experts on
+    ``expert_replicate``.
     """
-    group = model.view.groups.get("dp_replicate")
-    if group is None:
-        return
-    sums = torch.stack([local(p.detach()).double().sum() for p in model.params.values()])
+    spread = model.experts.tensors if model.experts is not None else {}
+    for axis in ("dp_replicate", EXPERT_REPLICATE):
+        params = {n: p for n, p in model.params.items() if (n in spread) == (axis == EXPERT_REPLICATE)}
+        if axis in model.view.groups and params:
+            _refuse_unequal(params, model.view.groups[axis], axis)
+
+
+def _refuse_unequal(params: Mapping[str, Tensor], group: dist.ProcessGroup, axis: str) -> None:
+    sums = torch.stack([local(p.detach()).double().sum() for p in params.values()])
     high, low = sums.clone(), sums.clone()
     dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
     dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
-    differ = [n for n, a, b in zip(model.params, high.tolist(), low.tolist(), strict=True) if a != b]
+    differ = [n for n, a, b in zip(params, high.tolist(), low.tolist(), strict=True) if a != b]
     if differ:
         raise MeshwrightError(
             problem(
                 "E550",
                 where="start",
-                found=f"{len(differ)} tensors differ over dp_replicate: " + ", ".join(differ[:5]),
+                found=f"{len(differ)} tensors differ over {axis}: " + ", ".join(differ[:5]),
             )
         )
 
@@ -365,14 +372,13 @@ def _tied_names(task: TrainTask, model: ParallelModel) -> dict[str, str]:
 
 
 def _placing(model: ParallelModel) -> Place | None:
-    """Return how a checkpoint places what the tensor axis cut, or None where it cuts nothing."""
-    axis = model.tensor
-    if axis is None:
+    """Return how a checkpoint places what the tensor and expert axes cut, or None where they cut nothing."""
+    if model.tensor is None and model.experts is None:
         return None
 
     def place(name: str, tensor: Tensor) -> Tensor:
-        where = axis.place_of(name)
-        return tensor if where is None else in_pieces(tensor, *where)
+        where = model.place_of(name)
+        return tensor if where is None else in_pieces(tensor, *where[0], row=where[1])
 
     return place
 
