@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from meshwright.base.errors import MeshwrightError, Problem, problem
 from meshwright.base.units import format_bytes, format_seconds
 from meshwright.train.data.cache import Progress, Show, discard_folder, fingerprint, whole_folder
-from meshwright.train.data.corpus import Account, Corpus, Piece, empty_problem, open_corpus
+from meshwright.train.data.corpus import Corpus, empty_problem, open_corpus
 from meshwright.train.data.order import Ints
+from meshwright.train.data.pieces import Account, Piece
 from meshwright.train.data.tokenizer import VERSION, TextTokenizer, load_tokenizer, trained_tokenizer
 
 NO_LOSS: Final = -100
@@ -45,6 +46,43 @@ def padded_row(tokens: NDArray[Any], seq_len: int, pad_id: int) -> tuple[Ints, I
     inputs[: min(count, seq_len)] = tokens[:seq_len]
     labels[: max(count - 1, 0)] = tokens[1:]
     return inputs, labels
+
+
+class Rows(Protocol):
+    """Samples of one split, by number: rows of ``seq_len`` inputs and shifted labels."""
+
+    @property
+    def num_samples(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the split (of rows of documents: labels with a loss)."""
+        ...
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """What stands behind a row's tokens."""
+        ...
+
+    @property
+    def isolated(self) -> bool:
+        """Whether rows hold several documents that must not see each other."""
+        ...
+
+    def row(self, index: int) -> tuple[Ints, Ints]:
+        """Return input ids and shifted labels of one sample. Shapes: ``[seq_len]`` each."""
+        ...
+
+    def row_documents(self, index: int) -> Ints:
+        """Return which document of the row each place is of, -1 for padding (``isolated``). Shapes: ``[seq_len]``."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +113,15 @@ class TokenStream:
         """Samples in the stream."""
         labels = max(self.num_tokens - 1, 0)
         return -(-labels // self.seq_len) if self.keep_partial else labels // self.seq_len
+
+    @property
+    def isolated(self) -> bool:
+        """Documents run on in a stream: what is before is seen, whatever document it is of."""
+        return False
+
+    def row_documents(self, index: int) -> Ints:
+        """Return that a row is one document. Shapes: ``[seq_len]``."""
+        return np.zeros(self.seq_len, np.int64)
 
     def valid(self, index: int) -> int:
         """Return how many labels of sample ``index`` carry a loss."""
@@ -107,8 +154,9 @@ class TokenData:
 
     Attributes:
         folder: where the tokens lie.
-        train: the training split; its last partial sample is dropped.
-        eval: the held-out split; its last partial sample is padded.
+        train: the training split; the last partial sample of a stream is dropped.
+        eval: the held-out split; the last partial sample of a stream is padded.
+        end: samples after which finite data ends (``data.epochs``); None draws for ever.
         tokenizer_file: the tokenizer.json that made the tokens.
         eos_id: end-of-text token, which separates documents and pads rows.
         hash: changes with the corpus, the tokenizer and the split; the same for the same content anywhere.
@@ -116,23 +164,24 @@ class TokenData:
     """
 
     folder: Path
-    train: TokenStream
-    eval: TokenStream
+    train: Rows
+    eval: Rows
     tokenizer_file: Path
     tokenizer_size: int
     eos_id: int
     seq_len: int
     hash: str
     report: dict[str, Any]
+    end: int | None = None
 
     @property
     def num_samples(self) -> int:
         """Samples of the training split."""
         return self.train.num_samples
 
-    def sample(self, index: int) -> Ints:
-        """Return the tokens of one training sample. Shapes: ``[seq_len + 1]``."""
-        return self.train.sample(index)
+    def last_step(self, global_batch: int) -> int | None:
+        """Return the step (counted from 1) in which finite data ends, the same on every rank of any layout."""
+        return None if self.end is None else -(-self.end // global_batch)
 
     def tokenizer(self) -> TextTokenizer:
         """Return the tokenizer, for writing text from token ids."""
@@ -232,7 +281,8 @@ def check_samples(data: TokenData, global_batch: int) -> list[Problem]:
     """Return E608 when one step would take more samples than the corpus has."""
     if global_batch <= data.num_samples:
         return []
-    longest = (data.train.num_tokens - 1) // global_batch
+    stream = isinstance(data.train, TokenStream)
+    longest = (data.train.num_tokens - 1) // global_batch if stream else 0
     or_shorter = f", or seq_len of at most {longest}" if longest >= 1 else ""
     return [
         problem(
@@ -317,7 +367,7 @@ def _build(
     if not ends:
         raise MeshwrightError(empty_problem(corpus, account))
     tokens = np.memmap(raw, dtype, "r", shape=(total,))
-    held, how = _held_out(np.asarray(ends), np.asarray(digests, np.uint64), eval_fraction)
+    held, how = held_out(np.asarray(ends), np.asarray(digests, np.uint64), eval_fraction)
     sizes = {
         "train": _write_split(
             folder / "train.npy", tokens, np.asarray(ends), ~held, how, eval_fraction, False
@@ -355,12 +405,15 @@ def _build(
     (folder / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
 
-def _held_out(ends: Ints, digests: NDArray[np.uint64], fraction: float) -> tuple[NDArray[np.bool_], str]:
+def held_out(
+    ends: Ints, digests: NDArray[np.uint64], fraction: float, *, tail: bool = True
+) -> tuple[NDArray[np.bool_], str]:
     """Return which documents are held out, and how the split was made.
 
     Documents are taken in the order of their hashes, equal documents together, until the fraction is
     reached. Where documents are too few or too long for that (less than half or more than twice the
-    fraction), the tail of the stream is held out instead.
+    fraction), the tail of the stream is held out instead; without ``tail``, where documents must stay whole, the
+    nearest number of whole documents is, as long as most of the text stays to train on.
     """
     held = np.zeros(len(ends), np.bool_)
     if fraction <= 0:
@@ -372,10 +425,11 @@ def _held_out(ends: Ints, digests: NDArray[np.uint64], fraction: float) -> tuple
     while count < len(order) and digests[order[count]] == digests[order[count - 1]]:
         count += 1
     share = reached[min(count, len(order)) - 1] / reached[-1]
-    if count < len(order) and fraction / 2 <= share <= min(2 * fraction, (1 + fraction) / 2):
+    most = min(2 * fraction, (1 + fraction) / 2) if tail else (1 + fraction) / 2
+    if count < len(order) and (not tail or fraction / 2 <= share) and share <= most:
         held[order[:count]] = True
         return held, "whole documents, by hash"
-    return held, "tail of the stream"
+    return held, "tail of the stream" if tail else "none held out: too few documents"
 
 
 def _write_split(
