@@ -159,4 +159,13 @@ and the tokenizer are the same as before.""",
         page="""Packing relies on the model to mask attention by document from the positions. That a packed row gives the
 losses and gradients of its documents apart is tested for each family that is allowed.""",
     ),
+    CodeInfo(
+        code="W640",
+        title="Packed documents need a mask of seq_len x seq_len",
+        kind="cost",
+        why="attention by document is masked explicitly, which takes memory and the fastest kernels do not skip",
+        do="set data.rows to pad (one document a row) where documents are about as long as data.seq_len",
+        page="""A row of several documents is attended under a mask of one byte for each pair of places. It is the same
+for all heads and layers of a micro-batch. The prediction of memory and time does not know it.""",
+    ),
 )

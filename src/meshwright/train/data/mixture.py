@@ -42,6 +42,11 @@ class MixedRows:
         return sum(part.num_samples for part in self.parts)
 
     @property
+    def fresh_draws(self) -> int:
+        """How many draws in a row hold no sample twice, by the shares."""
+        return min(p.num_samples * BLOCK // q for p, q in zip(self.parts, self.quotas, strict=True))
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all sources."""
         return sum(part.num_tokens for part in self.parts)

@@ -154,7 +154,12 @@ def _too_long(data: DataSettings, forms: Mapping[str, Form]) -> TooLong:
     return "split" if all(form == "text" for form in forms.values()) else "refuse"
 
 
-def _template_shape(form: Form, data: DataSettings, file: Path | None, words: TextTokenizer | None) -> Shape:
+def shape_of(form: Form, data: DataSettings, file: Path | None, words: TextTokenizer | None) -> Shape:
+    """Return how the records of a source become documents; ``file`` and ``words`` are None before a tokenizer is.
+
+    Raises:
+        MeshwrightError: E642 a chat template that is missing or cannot be read.
+    """
     if form != "chat":
         return Shape(form=form, text_field=data.text_field)
     eos = words.eos_token if words is not None else END_OF_TEXT
@@ -182,7 +187,7 @@ def _tokenizer(
         found = f"{len(sources)} sources and no tokenizer"
         raise MeshwrightError(problem("E648", where="data.tokenizer", found=found))
     path = next(iter(sources))
-    shape = _template_shape(forms[path], data, None, None)
+    shape = shape_of(forms[path], data, None, None)
     corpus = open_corpus(path, data.text_field).shaped(shape)
     written = shape.template.source if shape.template is not None else ""
     key = f"{fingerprint(corpus.files, show)} {shape.form} {written}"
@@ -204,7 +209,7 @@ def _documents(
             found = f"{path} was built with another tokenizer than {words.file}"
             raise MeshwrightError(problem("E648", where="data.tokenizer", found=found))
         return documents
-    shape = _template_shape(form, data, words.file, words)
+    shape = shape_of(form, data, words.file, words)
     return cached_documents(open_corpus(path, data.text_field).shaped(shape), words, cache_dir, show, jobs)
 
 

@@ -54,6 +54,11 @@ class DocumentRows:
         return {k: v for k, v in self.__dict__.items() if k not in ("_parts", "_bounds")}
 
     @property
+    def fresh_draws(self) -> int:
+        """How many draws in a row hold no sample twice: an epoch."""
+        return self.num_samples
+
+    @property
     def isolated(self) -> bool:
         """Whether rows hold several documents that must not see each other."""
         return self.kind == "pack"

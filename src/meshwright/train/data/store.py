@@ -57,6 +57,11 @@ class Rows(Protocol):
         ...
 
     @property
+    def fresh_draws(self) -> int:
+        """How many draws in a row hold no sample twice."""
+        ...
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the split (of rows of documents: labels with a loss)."""
         ...
@@ -113,6 +118,11 @@ class TokenStream:
         """Samples in the stream."""
         labels = max(self.num_tokens - 1, 0)
         return -(-labels // self.seq_len) if self.keep_partial else labels // self.seq_len
+
+    @property
+    def fresh_draws(self) -> int:
+        """How many draws in a row hold no sample twice: an epoch."""
+        return self.num_samples
 
     @property
     def isolated(self) -> bool:
@@ -279,7 +289,8 @@ def open_tokens(folder: Path, seq_len: int, tokenizer_file: Path | None = None) 
 
 def check_samples(data: TokenData, global_batch: int) -> list[Problem]:
     """Return E608 when one step would take more samples than the corpus has."""
-    if global_batch <= data.num_samples:
+    most = data.train.fresh_draws
+    if global_batch <= most:
         return []
     stream = isinstance(data.train, TokenStream)
     longest = (data.train.num_tokens - 1) // global_batch if stream else 0
@@ -289,9 +300,9 @@ def check_samples(data: TokenData, global_batch: int) -> list[Problem]:
             "E608",
             where="batch.sequences",
             found=f"{global_batch} sequences per step, but the corpus has {data.num_samples} samples "
-            f"of {data.seq_len} tokens",
-            needs=f"at most {data.num_samples} sequences per step{or_shorter}",
-            do=f"set batch.sequences to {data.num_samples} or less{or_shorter}, or use more text",
+            f"of {data.seq_len} tokens" + ("" if most == data.num_samples else f", by shares only {most} without a repeat"),
+            needs=f"at most {most} sequences per step{or_shorter}",
+            do=f"set batch.sequences to {most} or less{or_shorter}, or use more text",
         )
     ]
 
