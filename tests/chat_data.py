@@ -13,11 +13,11 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-WORDS = "the rank sends its gradient to the next stage and waits for a micro batch of the other group".split()
+TEXT = "the rank sends its gradient to the next stage and waits for a micro batch of the other group"
 
 
 def words(count: int, chance: random.Random) -> str:
-    return " ".join(chance.choices(WORDS, k=count))
+    return " ".join(chance.choices(TEXT.split(), k=count))
 
 
 def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ def chat_tokenizer(folder: Path, template: str | None = CHATML, size: int = 300)
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator([" ".join(WORDS)] * 4, trainer)
+    backend.train_from_iterator([TEXT] * 4, trainer)
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from test_stage_cut import CONFIGS
 
 from meshwright.layout.built import PACKING_FAMILIES
 from meshwright.model.read_hf import spec_from_config
@@ -12,7 +13,6 @@ from meshwright.parallel.build import build_model
 from meshwright.parallel.precision import Float64Throughout
 from meshwright.parallel.stage import cut_stage, token_loss_sum
 from meshwright.train.data.packing import positions_of
-from test_stage_cut import CONFIGS
 
 LENGTHS = (5, 1, 7, 2)
 SEQ_LEN = 18  # three places of padding
@@ -95,7 +95,9 @@ def test_h75_h62_packed_equals_apart(config, attention):
         assert abs(float(one.detach() - total)) < 1e-10
         left, right = gradients(together), gradients(apart)
         assert left.keys() == right.keys()
-        worst = max(float((left[n] - right[n]).abs().max() / right[n].abs().max().clamp_min(1e-12)) for n in left)
+        worst = max(
+            float((left[n] - right[n]).abs().max() / right[n].abs().max().clamp_min(1e-12)) for n in left
+        )
         assert worst < 1e-9
 
 

@@ -48,7 +48,7 @@ def source(tmp_path: Path) -> Path:
 
 def test_two_processes_write_what_one_writes(source: Path, tmp_path: Path) -> None:
     one = build(source, tmp_path / "one", tmp_path / "tok")
-    two = build(source, tmp_path / "two", tmp_path / "tok", jobs=2)
+    build(source, tmp_path / "two", tmp_path / "tok", jobs=2)
     assert len(one.shards) > 4
     assert manifest(tmp_path / "one") == manifest(tmp_path / "two")
     assert one.num_documents == 80
@@ -64,21 +64,23 @@ KILLED = """
 import os, signal, sys
 sys.path[:0] = {paths!r}
 from pathlib import Path
-from meshwright.train.data import build as build_module
+from meshwright.train.data import shards as shards_module
 import test_data_build
 calls = 0
-def counting(path, whole=build_module.{where}):
+def counting(path, whole=shards_module.{where}):
     global calls
     calls += 1
     if calls == {at}:
         os.kill(os.getpid(), signal.SIGKILL)
     return whole(path)
-build_module.{where} = counting
+shards_module.{where} = counting
 test_data_build.build(Path({source!r}), Path({out!r}), Path({tokenizer!r}))
 """
 
 
-@pytest.mark.parametrize(("where", "at"), [("file_hash", 1), ("file_hash", 8), ("_sync", 12), ("load_tokenizer", 3)])
+@pytest.mark.parametrize(
+    ("where", "at"), [("file_hash", 1), ("file_hash", 8), ("_sync", 12), ("load_tokenizer", 3)]
+)
 def test_a_killed_build_goes_on_and_ends_the_same(source: Path, tmp_path: Path, where: str, at: int) -> None:
     unbroken = build(source, tmp_path / "whole", tmp_path / "tok")
     out = tmp_path / "out"
@@ -146,10 +148,7 @@ def test_e653_a_killed_process_of_the_pool(
 ) -> None:
     class Broken:
         def __init__(self, *_: object, **__: object) -> None: ...
-        def __enter__(self) -> Broken:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
+        def shutdown(self, **_: object) -> None: ...
         def map(self, *_: object) -> None:
             raise build_module.BrokenProcessPool
 
@@ -167,7 +166,9 @@ def test_the_command_builds_inspects_and_verifies(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "out")
-    code = meshwright(["data", "build", str(source), "--tokenizer", str(tmp_path / "tok"), "--out", out, "--json"])
+    code = meshwright(
+        ["data", "build", str(source), "--tokenizer", str(tmp_path / "tok"), "--out", out, "--json"]
+    )
     made = json.loads(capsys.readouterr().out)
     assert code == 0
     assert (made["form"], made["documents"], made["masked"]) == ("chat", 80, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ class Packed:
     @property
     def _rows(self) -> list[list[int]]:
         order, bounds = pack(np.asarray(self.lengths, np.int64), SEQ_LEN)
-        return [order[a:b].tolist() for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [order[a:b].tolist() for a, b in itertools.pairwise(bounds)]
 
     @property
     def num_samples(self) -> int:
@@ -60,11 +61,15 @@ class Packed:
 
 
 lengths = st.lists(st.integers(1, SEQ_LEN), min_size=4, max_size=30).map(tuple)
-layouts = st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (1, 8), (8, 1), (4, 2)])  # dp, micro
+layouts = st.sampled_from(
+    [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (1, 8), (8, 1), (4, 2)]
+)  # dp, micro
 BATCH = 8
 
 
-def of_step(rows: Any, step: int, layout: tuple[int, int], seed: int, end: int | None = None) -> list[RankBatch]:
+def of_step(
+    rows: Any, step: int, layout: tuple[int, int], seed: int, end: int | None = None
+) -> list[RankBatch]:
     dp, micro = layout
     return [
         rank_batch(
@@ -182,7 +187,7 @@ def test_a_finite_mixture_ends_where_its_first_source_ends(sizes: list[int], epo
     after = np.bincount(mixed_at(0, end + 1, rows, seed), minlength=rows.num_samples)
     assert after.max() == epochs + 1
     edges = np.cumsum([0, *sizes])
-    assert any((counts[a:b] == epochs).all() for a, b in zip(edges[:-1], edges[1:], strict=True))
+    assert any((counts[a:b] == epochs).all() for a, b in itertools.pairwise(edges))
     assert (drawn_samples(rows, end - 1, 3, seed, end)[1:] == -1).all()
 
 

@@ -24,7 +24,9 @@ MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def template(source: str = CHATML) -> ChatTemplate:
-    return ChatTemplate(source=source, where="t", named={"eos_token": "<|im_end|>", "bos_token": ""}, special=MARKS)
+    return ChatTemplate(
+        source=source, where="t", named={"eos_token": "<|im_end|>", "bos_token": ""}, special=MARKS
+    )
 
 
 def turns(*texts: str) -> list[dict[str, Any]]:
@@ -87,7 +89,8 @@ def test_a_question_without_an_answer_carries_no_loss() -> None:
 
 def test_e643_a_template_that_rewrites_earlier_turns() -> None:
     only_last_thinks = CHATML.replace(
-        "message['content']", "('<think>' if loop.last and message['role'] == 'assistant' else '') + message['content']"
+        "message['content']",
+        "('<think>' if loop.last and message['role'] == 'assistant' else '') + message['content']",
     )
     found = refusal(lambda: template(only_last_thinks).segments(turns("a", "b", "c", "d"), "f.jsonl:7"))
     assert (found.code, found.where) == ("E643", "f.jsonl:7")
@@ -139,7 +142,9 @@ def test_from_and_value_are_read_as_role_and_content() -> None:
 
 
 def test_h6_only_answers_carry_a_loss_also_their_end(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "c.jsonl", [{"messages": turns("the rank", "next stage", "and", "group")}])
+    source = write_jsonl(
+        tmp_path / "c.jsonl", [{"messages": turns("the rank", "next stage", "and", "group")}]
+    )
     documents = built(tmp_path, source)
     assert documents.form == "chat"
     assert spelled(documents, 0) == [
@@ -149,7 +154,9 @@ def test_h6_only_answers_carry_a_loss_also_their_end(tmp_path: Path) -> None:
         ("group<|im_end|>\n", True),
     ]
     reader = load_tokenizer(documents.tokenizer_file)
-    assert documents.read(0, 1)[0].tolist() == [reader.backend.token_to_id("<|im_start|>")]  # a token, not text
+    assert documents.read(0, 1)[0].tolist() == [
+        reader.backend.token_to_id("<|im_start|>")
+    ]  # a token, not text
 
 
 def test_an_answer_that_does_not_end_gets_the_end_of_text_with_a_loss(tmp_path: Path) -> None:
@@ -175,7 +182,10 @@ def test_parquet_and_arrow_give_the_same_documents_as_jsonl(tmp_path: Path) -> N
     import pyarrow.parquet as parquet
 
     parquet.write_table(table, tmp_path / "c.parquet", row_group_size=4)
-    with pyarrow.OSFile(str(tmp_path / "c.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+    with (
+        pyarrow.OSFile(str(tmp_path / "c.arrow"), "wb") as file,
+        pyarrow.ipc.new_stream(file, table.schema) as out,
+    ):
         out.write_table(table)
     tokens = []
     for name in (source.name, "c.parquet", "c.arrow"):
@@ -223,7 +233,9 @@ def test_e606_preference_pairs(tmp_path: Path) -> None:
 def test_empty_records_are_counted(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "c.jsonl", [{"messages": []}, *conversations(3), {"messages": []}])
     assert built(tmp_path, source, form="chat").report["empty_records"] == 2
-    source = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a", "completion": ""}, {"prompt": "", "completion": "b"}])
+    source = write_jsonl(
+        tmp_path / "p.jsonl", [{"prompt": "a", "completion": ""}, {"prompt": "", "completion": "b"}]
+    )
     (tmp_path / "two").mkdir()
     documents = built(tmp_path / "two", source)
     assert (documents.report["empty_records"], documents.num_documents) == (1, 1)

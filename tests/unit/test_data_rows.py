@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 from pathlib import Path
@@ -21,7 +22,9 @@ from meshwright.train.data.packing import cut_documents, pack, positions_of
 pytest.importorskip("tokenizers")
 
 
-def prepared(folder: Path, source: str | Path | None, tokenizer: str | None = "tok", **changes: Any) -> TokenData:
+def prepared(
+    folder: Path, source: str | Path | None, tokenizer: str | None = "tok", **changes: Any
+) -> TokenData:
     if not (folder / "tok").exists():
         chat_tokenizer(folder / "tok")
     options: dict[str, Any] = {"path": str(source) if source else None, "seq_len": 64, "eval_fraction": 0.1}
@@ -60,7 +63,7 @@ def test_packing_holds_every_part_once_and_wastes_little(lengths: list[int]) -> 
     given = np.asarray(lengths, np.int64)
     order, bounds = pack(given, 32)
     assert sorted(order.tolist()) == list(range(len(lengths)))
-    fill = [int(given[order[a:b]].sum()) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    fill = [int(given[order[a:b]].sum()) for a, b in itertools.pairwise(bounds)]
     assert all(0 < f <= 32 for f in fill)
     assert all(a + b > 32 for n, a in enumerate(fill) for b in fill[:n])  # no two rows would fit in one
     assert len(fill) <= 11 / 9 * -(-sum(lengths) // 32) + 1 or max(lengths) > 16
@@ -113,13 +116,18 @@ def test_packed_and_padded_rows_hold_the_same_documents(tmp_path: Path) -> None:
     assert packed.num_samples < padded.num_samples
     assert packed.report["rows"] == "pack"
     assert packed.report["filled_share"] > padded.report["filled_share"]
-    batch = rank_batch(packed.train, step=0, global_batch=2, micro_batch=1, accumulation=2, dp=1, dp_rank=0, seed=0)
+    batch = rank_batch(
+        packed.train, step=0, global_batch=2, micro_batch=1, accumulation=2, dp=1, dp_rank=0, seed=0
+    )
     assert batch.documents is not None
     assert batch.positions is not None
     assert batch.positions.shape == batch.input_ids.shape == (2, 1, 256)
-    assert rank_batch(
-        padded.train, step=0, global_batch=2, micro_batch=1, accumulation=2, dp=1, dp_rank=0, seed=0
-    ).documents is None
+    assert (
+        rank_batch(
+            padded.train, step=0, global_batch=2, micro_batch=1, accumulation=2, dp=1, dp_rank=0, seed=0
+        ).documents
+        is None
+    )
     assert len(pickle.dumps(packed)) < 4000
     again = pickle.loads(pickle.dumps(packed))
     assert np.array_equal(again.train.row(0)[1], packed.train.row(0)[1])
@@ -142,7 +150,15 @@ def test_built_documents_train_as_their_source_does(tmp_path: Path) -> None:
 
     source = write_jsonl(tmp_path / "c.jsonl", conversations(60))
     chat_tokenizer(tmp_path / "tok")
-    made = ["data", "build", str(source), "--tokenizer", str(tmp_path / "tok"), "--out", str(tmp_path / "built")]
+    made = [
+        "data",
+        "build",
+        str(source),
+        "--tokenizer",
+        str(tmp_path / "tok"),
+        "--out",
+        str(tmp_path / "built"),
+    ]
     assert meshwright([*made, "--json"]) == 0
     straight = prepared(tmp_path, source, seq_len=256)
     built = prepared(tmp_path, tmp_path / "built", tokenizer=None, seq_len=256)
@@ -193,7 +209,9 @@ def test_what_is_done_with_long_documents_is_counted(tmp_path: Path, policy: str
 
 
 def test_h8_parts_without_any_loss_are_left_out_and_counted(tmp_path: Path) -> None:
-    asks = {"messages": [{"role": "user", "content": "the rank " * 30}, {"role": "assistant", "content": "yes"}]}
+    asks = {
+        "messages": [{"role": "user", "content": "the rank " * 30}, {"role": "assistant", "content": "yes"}]
+    }
     source = write_jsonl(tmp_path / "c.jsonl", [asks, *conversations(30)])
     data = prepared(tmp_path, source, seq_len=40, too_long="truncate", rows="pad", eval_fraction=0.0)
     assert data.report["parts_without_loss"] > 0
@@ -215,7 +233,15 @@ def test_tokenizers_that_do_not_fit(tmp_path: Path) -> None:
     assert refusal(lambda: prepared(tmp_path, source, tokenizer="wide")).code == "E610"
     from meshwright.cli.main import run as meshwright
 
-    made = ["data", "build", str(source), "--tokenizer", str(tmp_path / "tok"), "--out", str(tmp_path / "built")]
+    made = [
+        "data",
+        "build",
+        str(source),
+        "--tokenizer",
+        str(tmp_path / "tok"),
+        "--out",
+        str(tmp_path / "built"),
+    ]
     assert meshwright([*made, "--json"]) == 0
     chat_tokenizer(tmp_path / "other", size=290)
     assert refusal(lambda: prepared(tmp_path, tmp_path / "built", tokenizer="other")).code == "E648"
@@ -228,7 +254,15 @@ def test_e641_streams_and_forms(tmp_path: Path) -> None:
     assert refusal(lambda: prepared(tmp_path, source, rows="stream")).code == "E641"
     from meshwright.cli.main import run as meshwright
 
-    made = ["data", "build", str(source), "--tokenizer", str(tmp_path / "tok"), "--out", str(tmp_path / "built")]
+    made = [
+        "data",
+        "build",
+        str(source),
+        "--tokenizer",
+        str(tmp_path / "tok"),
+        "--out",
+        str(tmp_path / "built"),
+    ]
     assert meshwright([*made, "--json"]) == 0
     found = refusal(lambda: prepared(tmp_path, tmp_path / "built", tokenizer=None, format="text"))
     assert found.code == "E641"
@@ -241,7 +275,12 @@ def test_a_tokenizer_is_trained_on_what_a_named_template_writes(tmp_path: Path) 
     assert refusal(lambda: prepared(tmp_path, source, tokenizer=None)).code == "E642"
     (tmp_path / "own.jinja").write_text(CHATML)
     data = prepared(
-        tmp_path, source, tokenizer=None, chat_template=str(tmp_path / "own.jinja"), seq_len=128, too_long="split"
+        tmp_path,
+        source,
+        tokenizer=None,
+        chat_template=str(tmp_path / "own.jinja"),
+        seq_len=128,
+        too_long="split",
     )
     assert data.tokenizer().eos_token == "<|endoftext|>"
     assert data.num_samples > 0

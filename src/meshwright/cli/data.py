@@ -11,7 +11,9 @@ from meshwright.cli.options import Json
 from meshwright.cli.output import show_json, show_line, table
 
 app = typer.Typer(
-    help="Tokenise a corpus once, look into the result, verify it.", rich_markup_mode=None, no_args_is_help=False
+    help="Tokenise a corpus once, look into the result, verify it.",
+    rich_markup_mode=None,
+    no_args_is_help=False,
 )
 
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="A folder by `meshwright data build`.")]
@@ -37,17 +39,22 @@ def build(
     ],
     form: Annotated[
         str | None,
-        typer.Option("--format", metavar="FORM", help="text, chat or completion; without it, by the first record."),
+        typer.Option(
+            "--format", metavar="FORM", help="text, chat or completion; without it, by the first record."
+        ),
     ] = None,
     text_field: Annotated[
         str, typer.Option("--text-field", metavar="NAME", help="The field that holds the text.")
     ] = "text",
     chat_template: Annotated[
         str | None,
-        typer.Option("--chat-template", metavar="FILE", help="A Jinja file; without it, the tokenizer's template."),
+        typer.Option(
+            "--chat-template", metavar="FILE", help="A Jinja file; without it, the tokenizer's template."
+        ),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, metavar="N", help="Processes; without it, one for each core.")
+        int | None,
+        typer.Option("--jobs", min=1, metavar="N", help="Processes; without it, one for each core."),
     ] = None,
     shard_mib: Annotated[
         int, typer.Option("--shard-mib", min=1, max=4096, metavar="M", help="MiB of source for each shard.")
@@ -60,7 +67,9 @@ def build(
     """
     if form is not None and form not in FORMS:
         found = f"--format {form}"
-        raise MeshwrightError(problem("E864", where="meshwright data build", found=found, needs="one of " + ", ".join(FORMS)))
+        raise MeshwrightError(
+            problem("E864", where="meshwright data build", found=found, needs="one of " + ", ".join(FORMS))
+        )
     from meshwright.config.resolve import DataSettings
     from meshwright.orchestrate.documents import build_command
 

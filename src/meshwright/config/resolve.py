@@ -303,7 +303,9 @@ def _no_source(run: ResolvedRun) -> list[Problem]:
     """Return E640 unless the run has either one path or several sources."""
     if (run.data.path is None) != (not run.data.sources):
         return []
-    found = "neither data.path nor data.sources" if run.data.path is None else "both data.path and data.sources"
+    found = (
+        "neither data.path nor data.sources" if run.data.path is None else "both data.path and data.sources"
+    )
     return [problem("E640", where=_where(run, "data.path"), found=found)]
 
 

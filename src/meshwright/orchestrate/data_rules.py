@@ -23,7 +23,9 @@ def data_problems(data: DataSettings, spec: ModelSpec | None, layout: Layout | N
     problems: list[Problem] = []
     where = "data.rows" if data.rows is not None else "data.rows (pack follows from the records)"
     if layout is not None and layout.cp > 1:
-        problems.append(problem("E649", where=f"{where}, layout.cp", found=f"packed documents and cp={layout.cp}"))
+        problems.append(
+            problem("E649", where=f"{where}, layout.cp", found=f"packed documents and cp={layout.cp}")
+        )
     if spec is not None and spec.family not in built.PACKING_FAMILIES:
         problems.append(
             problem(

@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.base.units import MIB
 from meshwright.config.resolve import DataSettings
-from meshwright.train.data.build import build_documents
+from meshwright.train.data.build import BEGUN, build_documents
 from meshwright.train.data.cache import Show
 from meshwright.train.data.corpus import open_corpus
 from meshwright.train.data.documents import Documents, open_documents, verify_documents
@@ -18,7 +18,9 @@ from meshwright.train.data.prepare import form_of_source, shape_of
 from meshwright.train.data.tokenizer import load_tokenizer
 
 
-def build_command(data: DataSettings, out: str, jobs: int | None, shard_mib: int, show: Show) -> dict[str, Any]:
+def build_command(
+    data: DataSettings, out: str, jobs: int | None, shard_mib: int, show: Show
+) -> dict[str, Any]:
     """Return what was built from ``data.path`` into ``out``, as ``--json`` prints it.
 
     Raises:
@@ -30,9 +32,10 @@ def build_command(data: DataSettings, out: str, jobs: int | None, shard_mib: int
     if target == source or source in target.parents:
         found = f"{out} lies in the folder that is read"
         raise MeshwrightError(problem("E651", where="--out", found=found))
-    if target.is_dir() and any(target.iterdir()) and not (target / "shards.json").is_file():
-        if [p.name for p in target.iterdir()] != [".lock"] and not (target / "records").is_dir():
-            raise MeshwrightError(problem("E651", where="--out", found=f"{out} holds other files"))
+    ours = (target / "shards.json").is_file()
+    there = [p.name for p in target.iterdir() if p.name not in BEGUN] if target.is_dir() and not ours else []
+    if there:
+        raise MeshwrightError(problem("E651", where="--out", found=f"{out} holds other files: {there[0]}"))
     words = load_tokenizer(str(data.tokenizer))
     form = form_of_source(path, data)
     corpus = open_corpus(path, data.text_field).shaped(shape_of(form, data, words.file, words))
@@ -68,7 +71,12 @@ def _there(folder: str) -> Path:
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise MeshwrightError(
-            problem("E601", where=folder, found=f"no folder {path.absolute()}", needs="a folder of built documents"),
+            problem(
+                "E601",
+                where=folder,
+                found=f"no folder {path.absolute()}",
+                needs="a folder of built documents",
+            ),
             ExitCode.BAD_INPUT,
         )
     return path

@@ -384,7 +384,12 @@ def _train(
         refuse(_nothing_left(resume_from, stop_at))
     asked = config_problems(plan.model_config)
     refuse(asked)
-    for note in (*ready.warnings, *_data_notes(run, plan), *asked, *_beyond_horizon(stop_at_step, run.run.steps)):
+    for note in (
+        *ready.warnings,
+        *_data_notes(run, plan),
+        *asked,
+        *_beyond_horizon(stop_at_step, run.run.steps),
+    ):
         show(note.text())
     for line in _announce(plan, spec):
         show(line)

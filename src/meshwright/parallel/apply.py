@@ -242,9 +242,7 @@ class ParallelModel:
             _multiply(grads, factor)
 
     @torch.no_grad()
-    def evaluate(
-        self, inputs_ABT: Tensor, labels_ABT: Tensor, positions_ABT: Tensor | None = None
-    ) -> Tensor:
+    def evaluate(self, inputs_ABT: Tensor, labels_ABT: Tensor, positions_ABT: Tensor | None = None) -> Tensor:
         """Return the sum of token losses (float64; 0 on stages without the loss), without gradients."""
         self.module.eval()
         inputs_ABT, labels_ABT = local_batch(self.context, inputs_ABT, labels_ABT, IGNORE)

@@ -34,8 +34,8 @@ or padded. Documents built by meshwright data build keep their form: text, chat 
         why="how turns are written is part of the model, and another writing is another input",
         needs="chat_template in tokenizer_config.json, chat_template.jinja beside it, or data.chat_template",
         do="name a Jinja file in data.chat_template, or use the tokenizer of an instruct model",
-        page="""Conversations are written by the tokenizer's own Jinja template, in a sandbox and without the date, so that
-the same records give the same tokens every day. The message gives what the template or its reader answered: a
+        page="""Conversations are written by the tokenizer's own Jinja template, in a sandbox and without the date, so
+that the same records give the same tokens every day. The message gives what the template or its reader answered: a
 template may refuse roles in another order than it knows.""",
     ),
     CodeInfo(
@@ -75,8 +75,8 @@ remainder. The report of the run gives the shares that result.""",
         kind="input",
         why="cutting a conversation or a completion changes what is learned, so it is not done unasked",
         do="set data.too_long to truncate, split or skip, or raise data.seq_len",
-        page="""With data.rows pack or pad a document of n tokens takes n - 1 places of a sequence. data.too_long says what
-is done with longer ones: refuse (default for conversations and completions), truncate (keep the beginning), split
+        page="""With data.rows pack or pad a document of n tokens takes n - 1 places of a sequence. data.too_long says
+what is done with longer ones: refuse (default for conversations and completions), truncate (keep the beginning), split
 (default for text; positions begin again in each part) or skip. What was cut or skipped is counted in the report.""",
     ),
     CodeInfo(
@@ -147,7 +147,7 @@ and the tokenizer are the same as before.""",
         why="its shard is not written",
         needs="memory for each process: about four times the largest text of a shard's group",
         do="run the same command again, with fewer --jobs: what was written stays",
-        page="""The system kills processes when memory runs out. Shards that were finished are kept and not built again.""",
+        page="""The system kills processes when memory runs out. Shards that were finished are kept, not built again.""",
     ),
     CodeInfo(
         code="E654",

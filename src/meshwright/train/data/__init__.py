@@ -4,16 +4,8 @@ from meshwright.train.data.batches import RankBatch, drawn_samples, eval_batches
 from meshwright.train.data.corpus import PYTHON_DOCS, Corpus, open_corpus
 from meshwright.train.data.order import batch_samples, rank_rows, samples_at
 from meshwright.train.data.prepare import check_data, prepare_data
-from meshwright.train.data.store import (
-    NO_LOSS,
-    Rows,
-    TokenData,
-    TokenStream,
-    check_samples,
-    open_tokens,
-    padded_row,
-    prepare_tokens,
-)
+from meshwright.train.data.store import TokenData, check_samples, open_tokens, prepare_tokens
+from meshwright.train.data.stream import NO_LOSS, Rows, TokenStream, padded_row
 from meshwright.train.data.tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = [

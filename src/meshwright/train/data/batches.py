@@ -12,7 +12,7 @@ import numpy as np
 from meshwright.train.data.mixture import MixedRows, mixed_at
 from meshwright.train.data.order import Ints, key_of, mix64, permute, rank_rows, samples_at
 from meshwright.train.data.packing import positions_of
-from meshwright.train.data.store import NO_LOSS, Rows
+from meshwright.train.data.stream import NO_LOSS, Rows
 
 
 @dataclass(frozen=True, kw_only=True)

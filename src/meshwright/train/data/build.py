@@ -12,16 +12,13 @@ import fcntl
 import hashlib
 import json
 import multiprocessing
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
-
-import numpy as np
 
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem
 from meshwright.base.units import MIB
@@ -33,33 +30,25 @@ from meshwright.train.data.documents import (
     MANIFEST,
     TOKENIZER_FOLDER,
     Documents,
-    file_hash,
     open_documents,
 )
-from meshwright.train.data.pieces import Account, Piece
-from meshwright.train.data.records import lines_before
-from meshwright.train.data.tokenizer import VERSION, TextTokenizer, load_tokenizer
+from meshwright.train.data.pieces import Account
+from meshwright.train.data.shards import RECORD_FOLDER, ShardJob, write_shard
+from meshwright.train.data.tokenizer import VERSION, TextTokenizer
 
 UNIT_BYTES: Final = 64 * MIB
 """Source bytes of one shard."""
 
-RECORD_FOLDER: Final = "records"
-_GROUP_TEXT = 1 << 20
+BEGUN: Final = (".lock", RECORD_FOLDER, TOKENIZER_FOLDER)
+"""What a folder holds in which a build was stopped before its first shard."""
+
 _SKIPS_KEPT = 100
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """One shard to write: everything that a process needs for it."""
-
-    folder: Path
-    name: str
-    corpus: Corpus
-    unit: Unit
-    tokenizer: Path
-    token_bytes: int
-    key: str
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 
 
 def build_documents(
@@ -89,7 +78,7 @@ def build_documents(
         names = [f"shard-{n:05d}" for n in range(len(units))]
         token_bytes = 2 if words.size <= 1 << 16 else 4
         todo = [
-            _Job(
+            ShardJob(
                 folder=out,
                 name=name,
                 corpus=corpus,
@@ -104,14 +93,10 @@ def build_documents(
         if show is not None and len(todo) < len(units):
             show(f"{len(units) - len(todo)} of {len(units)} shards are there already")
         progress = Progress("tokenising", len(todo), show)
-        problems: list[Problem] = []
-        done = 0
-        for found in _run(todo, jobs):
-            problems += found
-            done += 1
+        for done, problems in enumerate(_run(todo, jobs), start=1):
+            if problems:
+                raise MeshwrightError(problems)
             progress.at(done)
-        if problems:
-            raise MeshwrightError(problems)
         records = [_record(out, name, key) for name, key in zip(names, keys, strict=True)]
         _finish(out, corpus, words, [r for r in records if r is not None], whole, token_bytes)
     return open_documents(out)
@@ -144,7 +129,9 @@ def _identity(parts: Sequence[str]) -> str:
 def _keys(corpus: Corpus, words: TextTokenizer, units: Sequence[Unit], show: Show | None) -> list[str]:
     """Return what each shard depends on, as a hash: source, cut, shape of the records, tokenizer."""
     shape = corpus.shape
-    template = _identity([shape.template.source, json.dumps(dict(shape.template.named))]) if shape.template else ""
+    template = (
+        _identity([shape.template.source, json.dumps(dict(shape.template.named))]) if shape.template else ""
+    )
     named = [(name, path) for name, path in corpus.files]
     prints: dict[str, str]
     if corpus.kind == "python-docs":
@@ -190,105 +177,21 @@ def _record(out: Path, name: str, key: str) -> dict[str, Any] | None:
         return None
 
 
-def _run(todo: Sequence[_Job], jobs: int) -> Iterator[list[Problem]]:
+def _run(todo: Sequence[ShardJob], jobs: int) -> Iterator[list[Problem]]:
     if min(jobs, len(todo)) <= 1:
         for job in todo:
-            yield _write_shard(job)
+            yield write_shard(job)
         return
-    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(jobs, len(todo)), mp_context=multiprocessing.get_context("spawn"))
     try:
-        with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context) as pool:
-            yield from pool.map(_write_shard, todo)
+        yield from pool.map(write_shard, todo)
     except BrokenProcessPool as error:
-        found = "a process was killed (often for memory)"
-        raise MeshwrightError(problem("E653", where=str(todo[0].folder), found=found), ExitCode.ENVIRONMENT) from error
-
-
-def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += len(piece.text)
-        if size >= _GROUP_TEXT or len(group) >= 4096:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
-def _write_shard(job: _Job) -> list[Problem]:
-    """Write one shard and its record; return what is wrong with its source."""
-    try:
-        words = load_tokenizer(job.tokenizer)
-        account = Account()
-        facts = _tokenise(job, words, account)
-        files = [
-            {"file": f"{job.name}.{kind}", "bytes": size, "sha256": digest}
-            for kind, size, digest in facts.pop("files")
-        ]
-    except MeshwrightError as error:
-        return list(error.problems)
-    except OSError as error:
-        return [problem("E615", where=str(job.folder), found=error.strerror or str(error))]
-    by_lines = job.corpus.kind in ("jsonl", "folder") and job.unit.start > 0
-    record = {
-        "key": job.key,
-        "name": job.name,
-        "source": job.unit.name,
-        "first_line": lines_before(job.unit.path, job.unit.start) if by_lines else 0,
-        **facts,
-        "files": files,
-        "text_bytes": account.text_bytes,
-        "empty_records": account.empty_records,
-        "beyond_limit": account.beyond_limit,
-        "skipped": account.skipped,
-    }
-    write_whole(job.folder / RECORD_FOLDER / f"{job.name}.json", json.dumps(record).encode())
-    return []
-
-
-def _tokenise(job: _Job, words: TextTokenizer, account: Account) -> dict[str, Any]:
-    """Write the arrays of one shard under their final names, each whole."""
-    masked = job.corpus.shape.form != "text"
-    dtype = np.dtype(np.uint16 if job.token_bytes == 2 else np.uint32)
-    ends, digests, places = [], [], []
-    digest = hashlib.blake2b(digest_size=8)
-    total = 0
-    parts = {kind: job.folder / f"{job.name}.{kind}.part" for kind in ("tokens", "loss")}
-    with parts["tokens"].open("wb") as tokens, parts["loss"].open("wb") as loss:
-        for group in _groups(job.corpus.unit_pieces(job.unit, account)):
-            for piece, ids in zip(group, words.encode_pieces(group), strict=True):
-                digest.update(piece.text.encode())
-                if piece.ends and piece.closes:
-                    ids.append(words.eos_id)
-                tokens.write(np.asarray(ids, dtype).tobytes())
-                if masked:
-                    loss.write(np.full(len(ids), piece.loss, np.uint8).tobytes())
-                total += len(ids)
-                if piece.ends:
-                    ends.append(total)
-                    places.append(piece.place)
-                    digests.append(int.from_bytes(digest.digest(), "little"))
-                    digest = hashlib.blake2b(digest_size=8)
-    arrays = {"ends": np.asarray(ends, np.int64), "digests": np.asarray(digests, np.uint64)}
-    arrays["places"] = np.asarray(places, np.int64)
-    for kind, array in arrays.items():
-        parts[kind] = job.folder / f"{job.name}.{kind}.part"
-        parts[kind].write_bytes(array.tobytes())
-    if not masked:
-        parts.pop("loss").unlink()
-    files = []
-    for kind, part in parts.items():
-        with part.open("rb") as file:
-            _sync(file)
-        files.append((kind, part.stat().st_size, file_hash(part)))
-        part.replace(job.folder / f"{job.name}.{kind}")
-    return {"tokens": total, "documents": len(ends), "files": files}
-
-
-def _sync(file: Any) -> None:
-    os.fsync(file.fileno())
+        raise MeshwrightError(
+            problem("E653", where=str(todo[0].folder), found="a process was killed (often for memory)"),
+            ExitCode.ENVIRONMENT,
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _finish(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -109,7 +110,7 @@ class Corpus:
             else:
                 found.append(Unit(name=name, path=path))
                 continue
-            pairs = zip(edges[:-1], edges[1:], strict=True)
+            pairs = itertools.pairwise(edges)
             found += [Unit(name=name, path=path, start=a, stop=b) for a, b in pairs]
         return found
 

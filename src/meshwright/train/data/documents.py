@@ -208,7 +208,9 @@ def open_documents(folder: Path) -> Documents:
                 raise MeshwrightError(problem("E650", where=where, found=f"{file!r} is not a file name"))
             there = (folder / file).stat().st_size if (folder / file).is_file() else None
             if there != size:
-                found = f"{file} has {'no file' if there is None else f'{there} bytes'}, the manifest says {size}"
+                found = (
+                    f"{file} has {'no file' if there is None else f'{there} bytes'}, the manifest says {size}"
+                )
                 raise MeshwrightError(problem("E650", where=str(folder / file), found=found))
     return documents
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.train.data.order import Ints, key_of, permute, samples_of
-from meshwright.train.data.store import Rows
+from meshwright.train.data.stream import Rows
 
 BLOCK: Final = 4096
 """Draws in which the shares are exact; a share is a whole number of them."""

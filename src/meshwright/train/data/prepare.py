@@ -74,7 +74,8 @@ def check_data(data: DataSettings) -> RowKind:
     Raises:
         MeshwrightError: what is wrong with the sources.
     """
-    return row_kind(data, {path: form_of_source(path, data) for path in sources_of(data)})
+    forms: dict[str, Form] = {path: form_of_source(path, data) for path in sources_of(data)}
+    return row_kind(data, forms)
 
 
 def prepare_data(
@@ -103,7 +104,7 @@ def prepare_data(
             documents built before, and tokenizers that do not match.
     """
     sources = sources_of(data)
-    forms = {path: form_of_source(path, data) for path in sources}
+    forms: dict[str, Form] = {path: form_of_source(path, data) for path in sources}
     kind = row_kind(data, forms)
     first = next(iter(sources))
     if len(sources) == 1 and kind == "stream" and not is_built(first):
@@ -143,7 +144,9 @@ def prepare_data(
         r = joined.report
         show(
             f"data: {r['documents']} documents, {r['tokens']} tokens, {r['train_samples']} rows of {data.seq_len} "
-            f"({kind}) to train and {r['eval_samples']} held out" + _left_out(r) + f" ({format_seconds(r['seconds'])})"
+            f"({kind}) to train and {r['eval_samples']} held out"
+            + _left_out(r)
+            + f" ({format_seconds(r['seconds'])})"
         )
     return joined
 
@@ -218,7 +221,9 @@ def cached_documents(
 ) -> Documents:
     """Return a corpus as documents, from the cache where they were built before; a damaged cache is built again."""
     shape = corpus.shape
-    written = (shape.template.source, sorted(shape.template.named.items())) if shape.template is not None else ""
+    written = (
+        (shape.template.source, sorted(shape.template.named.items())) if shape.template is not None else ""
+    )
     identity = f"{fingerprint(corpus.files, show)} {corpus.kind} {shape.form} {shape.text_field} {written}"
     key = hashlib.sha256(f"{identity} {words.content_hash}".encode()).hexdigest()[:16]
     folder = cache_dir / f"documents-{key}"
@@ -254,7 +259,10 @@ def _report(
 ) -> dict[str, Any]:
     """Return what was read, made of it, and left out, of one source."""
     facts = record["train"]
-    both = {name: facts.get(name, 0) + record["eval"].get(name, 0) for name in ("truncated", "skipped", "without_loss")}
+    both = {
+        name: facts.get(name, 0) + record["eval"].get(name, 0)
+        for name in ("truncated", "skipped", "without_loss")
+    }
     return documents.report | {
         "path": path,
         "rows": wish.kind,

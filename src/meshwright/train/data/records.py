@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -143,7 +143,7 @@ def jsonl_file(
     """
     problems: list[Problem] = []
     with path.open("rb") as file:
-        before = 0
+        before: int | None = None  # lines before the first one here, counted only for a message
         if start:
             file.seek(start - 1)
             file.readline()
@@ -156,15 +156,10 @@ def jsonl_file(
             if not line.strip():
                 continue
             try:
-                pieces = _line_pieces(shape, line, f"{path}:{before + number}", number, start == 0)
+                pieces = _line_pieces(shape, line, f"{path}:{number}", number, start == 0)
             except MeshwrightError as error:
-                if start and not before:
-                    before = lines_before(path, start)
-                    try:
-                        _line_pieces(shape, line, f"{path}:{before + number}", number, False)
-                    except MeshwrightError as named:
-                        error = named
-                problems.extend(error.problems)
+                before = before if before is not None else lines_before(path, start)
+                problems += [replace(p, where=f"{path}:{before + number}") for p in error.problems]
                 if len(problems) >= MOST_SHOWN:
                     break
                 continue

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.train.data.cache import discard_folder, whole_folder
 from meshwright.train.data.documents import Documents
+from meshwright.train.data.holdout import held_out
 from meshwright.train.data.order import Ints
 from meshwright.train.data.packing import Parts, RowKind, TooLong, cut_documents, pack
-from meshwright.train.data.store import NO_LOSS, held_out
+from meshwright.train.data.stream import NO_LOSS
 
 PADDING: Final = -1
 """The document of a place that holds padding."""
@@ -132,8 +133,9 @@ class RowWish:
 def split_rows(
     documents: Documents, wish: RowWish, cache_dir: Path
 ) -> tuple[DocumentRows, DocumentRows, dict[str, Any]]:
-    """Return the rows to train on, those held out, and what was split, cut, skipped, left out; from the cache
-    where they were made before.
+    """Return the rows to train on, those held out, and what was split, cut, skipped or left out.
+
+    Rows that were made before come from the cache.
 
     Raises:
         MeshwrightError: E646 documents longer than a row where that is refused, E615 a cache that cannot be written.
@@ -218,8 +220,7 @@ def _filled(documents: Documents, cut: Parts, wish: RowWish) -> tuple[Ints, Ints
 def _runs(
     starts: Ints, ends: Ints, chosen: NDArray[np.bool_], seq_len: int, *, keep_partial: bool
 ) -> tuple[Ints, Ints, dict[str, int]]:
-    """Return runs of neighbouring documents as (first token, tokens), where each begins in their concatenation,
-    and counts."""
+    """Return runs of neighbouring documents as (first token, tokens), where each begins when joined, and counts."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], chosen, [False]]).astype(np.int8)))
     first, last = starts[edges[::2]], ends[edges[1::2] - 1]
     bounds = np.concatenate([[0], np.cumsum(last - first)]).astype(np.int64)

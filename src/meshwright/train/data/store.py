@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,145 +16,15 @@ from meshwright.base.errors import MeshwrightError, Problem, problem
 from meshwright.base.units import format_bytes, format_seconds
 from meshwright.train.data.cache import Progress, Show, discard_folder, fingerprint, whole_folder
 from meshwright.train.data.corpus import Corpus, empty_problem, open_corpus
+from meshwright.train.data.holdout import held_out
 from meshwright.train.data.order import Ints
 from meshwright.train.data.pieces import Account, Piece
+from meshwright.train.data.stream import Rows, TokenStream
 from meshwright.train.data.tokenizer import VERSION, TextTokenizer, load_tokenizer, trained_tokenizer
-
-NO_LOSS: Final = -100
-"""The label of a position that carries no loss."""
 
 _GROUP_TEXT = 1 << 20
 _SKIPS_KEPT = 100
 _META = "store.json"
-
-
-def padded_row(tokens: NDArray[Any], seq_len: int, pad_id: int) -> tuple[Ints, Ints]:
-    """Return input ids and labels of one row from up to ``seq_len + 1`` tokens.
-
-    ``labels[t]`` is the token after ``input_ids[t]``. What lies behind the tokens is padding: its inputs are
-    ``pad_id`` and its labels -100, by position and never by value, so that a real end-of-text token keeps
-    its label even where it is also the padding.
-
-    Shapes: ``[seq_len]`` each.
-    """
-    count = len(tokens)
-    if count > seq_len + 1:
-        raise ValueError(f"{count} tokens do not fit a row of {seq_len} + 1")
-    inputs = np.full(seq_len, pad_id, np.int64)
-    labels = np.full(seq_len, NO_LOSS, np.int64)
-    inputs[: min(count, seq_len)] = tokens[:seq_len]
-    labels[: max(count - 1, 0)] = tokens[1:]
-    return inputs, labels
-
-
-class Rows(Protocol):
-    """Samples of one split, by number: rows of ``seq_len`` inputs and shifted labels."""
-
-    @property
-    def num_samples(self) -> int:
-        """How many there are."""
-        ...
-
-    @property
-    def fresh_draws(self) -> int:
-        """How many draws in a row hold no sample twice."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the split (of rows of documents: labels with a loss)."""
-        ...
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of a row."""
-        ...
-
-    @property
-    def pad_id(self) -> int:
-        """What stands behind a row's tokens."""
-        ...
-
-    @property
-    def isolated(self) -> bool:
-        """Whether rows hold several documents that must not see each other."""
-        ...
-
-    def row(self, index: int) -> tuple[Ints, Ints]:
-        """Return input ids and shifted labels of one sample. Shapes: ``[seq_len]`` each."""
-        ...
-
-    def row_documents(self, index: int) -> Ints:
-        """Return which document of the row each place is of, -1 for padding (``isolated``). Shapes: ``[seq_len]``."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenStream:
-    """Tokens of one split in one file, cut into samples: sample i holds tokens i*seq_len to (i+1)*seq_len.
-
-    Neighbours share one token, so each token but the first is a label exactly once. The last, partial
-    sample is padded where ``keep_partial``, else dropped.
-    """
-
-    file: Path
-    num_tokens: int
-    seq_len: int
-    pad_id: int
-    keep_partial: bool
-
-    @functools.cached_property
-    def tokens(self) -> NDArray[Any]:
-        """All tokens, mapped into memory read-only. Shapes: ``[num_tokens]``."""
-        return np.load(self.file, mmap_mode="r")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle the place of the tokens, not the tokens."""
-        return {key: value for key, value in self.__dict__.items() if key != "tokens"}
-
-    @property
-    def num_samples(self) -> int:
-        """Samples in the stream."""
-        labels = max(self.num_tokens - 1, 0)
-        return -(-labels // self.seq_len) if self.keep_partial else labels // self.seq_len
-
-    @property
-    def fresh_draws(self) -> int:
-        """How many draws in a row hold no sample twice: an epoch."""
-        return self.num_samples
-
-    @property
-    def isolated(self) -> bool:
-        """Documents run on in a stream: what is before is seen, whatever document it is of."""
-        return False
-
-    def row_documents(self, index: int) -> Ints:
-        """Return that a row is one document. Shapes: ``[seq_len]``."""
-        return np.zeros(self.seq_len, np.int64)
-
-    def valid(self, index: int) -> int:
-        """Return how many labels of sample ``index`` carry a loss."""
-        return min(self.seq_len, self.num_tokens - 1 - index * self.seq_len)
-
-    def sample(self, index: int) -> Ints:
-        """Return the tokens of one sample; behind a partial one stands padding (see ``valid``).
-
-        Shapes: ``[seq_len + 1]``.
-        """
-        row = np.full(self.seq_len + 1, self.pad_id, np.int64)
-        piece = self._piece(index)
-        row[: len(piece)] = piece
-        return row
-
-    def row(self, index: int) -> tuple[Ints, Ints]:
-        """Return input ids and shifted labels of one sample. Shapes: ``[seq_len]`` each."""
-        return padded_row(self._piece(index), self.seq_len, self.pad_id)
-
-    def _piece(self, index: int) -> NDArray[Any]:
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"no sample {index} of {self.num_samples}")
-        start = index * self.seq_len
-        return self.tokens[start : start + self.seq_len + 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +169,8 @@ def check_samples(data: TokenData, global_batch: int) -> list[Problem]:
             "E608",
             where="batch.sequences",
             found=f"{global_batch} sequences per step, but the corpus has {data.num_samples} samples "
-            f"of {data.seq_len} tokens" + ("" if most == data.num_samples else f", by shares only {most} without a repeat"),
+            f"of {data.seq_len} tokens"
+            + ("" if most == data.num_samples else f", by shares only {most} without a repeat"),
             needs=f"at most {most} sequences per step{or_shorter}",
             do=f"set batch.sequences to {most} or less{or_shorter}, or use more text",
         )
@@ -414,33 +284,6 @@ def _build(
         },
     }
     (folder / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-
-
-def held_out(
-    ends: Ints, digests: NDArray[np.uint64], fraction: float, *, tail: bool = True
-) -> tuple[NDArray[np.bool_], str]:
-    """Return which documents are held out, and how the split was made.
-
-    Documents are taken in the order of their hashes, equal documents together, until the fraction is
-    reached. Where documents are too few or too long for that (less than half or more than twice the
-    fraction), the tail of the stream is held out instead; without ``tail``, where documents must stay whole, the
-    nearest number of whole documents is, as long as most of the text stays to train on.
-    """
-    held = np.zeros(len(ends), np.bool_)
-    if fraction <= 0:
-        return held, "none held out"
-    lengths = np.diff(ends, prepend=0)
-    order = np.lexsort((np.arange(len(ends)), digests))
-    reached = np.cumsum(lengths[order])
-    count = int(np.searchsorted(reached, fraction * reached[-1])) + 1
-    while count < len(order) and digests[order[count]] == digests[order[count - 1]]:
-        count += 1
-    share = reached[min(count, len(order)) - 1] / reached[-1]
-    most = min(2 * fraction, (1 + fraction) / 2) if tail else (1 + fraction) / 2
-    if count < len(order) and (not tail or fraction / 2 <= share) and share <= most:
-        held[order[:count]] = True
-        return held, "whole documents, by hash"
-    return held, "tail of the stream" if tail else "none held out: too few documents"
 
 
 def _write_split(

@@ -50,9 +50,7 @@ def table_file(
             columns = [batch.column(n).to_pylist() for n in range(batch.num_columns)]
             for number, values in enumerate(zip(*columns, strict=True), start=first + 1):
                 record = dict(zip(names, values, strict=True))
-                pieces = record_pieces(
-                    shape, record, f"{path} row {number}", place=number, source_bytes=0
-                )
+                pieces = record_pieces(shape, record, f"{path} row {number}", place=number, source_bytes=0)
                 if pieces is None:
                     account.empty_records += 1
                 else:
@@ -138,7 +136,9 @@ def _columns(pyarrow: Any, schema: Any, shape: Shape, path: Path) -> list[str]:
     types = pyarrow.types
     for name in wanted:
         if name not in names:
-            raise MeshwrightError(field_problem(wanted[0] if shape.form == "chat" else name, names, str(path)))
+            raise MeshwrightError(
+                field_problem(wanted[0] if shape.form == "chat" else name, names, str(path))
+            )
         kind = schema.field(name).type
         if shape.form == "chat":
             good = types.is_list(kind) or types.is_large_list(kind)
