@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,31 @@ def test_e651_another_corpus_or_tokenizer_in_the_folder(source: Path, tmp_path: 
 def test_e652_one_build_at_a_time(source: Path, tmp_path: Path) -> None:
     with build_module._locked(tmp_path / "out", wait=False):
         assert refusal(lambda: build(source, tmp_path / "out", tmp_path / "tok")).code == "E652"
+
+
+def test_h164_a_rank_that_waits_for_anothers_tokens_says_so_and_gets_the_same(
+    source: Path, tmp_path: Path
+) -> None:
+    """H164: data is prepared before any group exists, so no collective can time out; who waits says what for."""
+    words = load_tokenizer(tmp_path / "tok")
+    corpus = open_corpus(str(source))
+    shape = shape_of("chat", DataSettings(seq_len=8), words.file, words)
+    said: list[str] = []
+
+    def second() -> Documents:
+        return build_documents(corpus.shaped(shape), words, tmp_path / "out", wait=True, show=said.append)
+
+    with ThreadPoolExecutor(1) as pool:
+        with build_module._locked(tmp_path / "out", wait=False):
+            waiting = pool.submit(second)
+            while not said:
+                time.sleep(0.01)
+            assert not waiting.done()
+        assert (
+            waiting.result(30).hash
+            == build(source, tmp_path / "other", tmp_path / "tok", unit_bytes=1 << 26).hash
+        )
+    assert said[0] == "waiting for another process that builds out"
 
 
 def test_e653_a_killed_process_of_the_pool(

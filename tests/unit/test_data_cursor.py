@@ -108,10 +108,10 @@ def test_h144_h145_h149_the_next_sample_after_a_change_of_layout_is_the_right_on
 
 @settings(max_examples=60, deadline=None)
 @given(lengths, layouts, st.integers(1, 3), st.integers(0, 3))
-def test_h9_h150_finite_data_ends_on_the_same_step_with_nothing_lost_or_repeated(
+def test_h9_h150_h155_finite_data_ends_on_the_same_step_with_nothing_lost_or_repeated(
     documents: tuple[int, ...], layout: tuple[int, int], epochs: int, seed: int
 ) -> None:
-    """H9, H150: every rank runs as many micro-batches, the last batch is short, each sample comes once an epoch."""
+    """H9, H150, H155: every rank runs as many micro-batches, the last batch is short, each sample comes once an epoch."""
     rows = Packed(documents)
     end = end_of(rows, epochs, seed)
     assert end == epochs * rows.num_samples

@@ -70,7 +70,7 @@ def build_documents(
         MeshwrightError: E602 without any text, E615 when ``out`` cannot be written, E651 when it holds another
             build, E652 when another process builds there, E653 when a process was killed, and what reading raises.
     """
-    with _locked(out, wait):
+    with _locked(out, wait, show):
         units = corpus.units(unit_bytes)
         keys = _keys(corpus, words, units, show)
         whole = _identity([words.content_hash, *keys])
@@ -103,7 +103,7 @@ def build_documents(
 
 
 @contextlib.contextmanager
-def _locked(out: Path, wait: bool) -> Iterator[None]:
+def _locked(out: Path, wait: bool, show: Show | None = None) -> Iterator[None]:
     try:
         (out / RECORD_FOLDER).mkdir(parents=True, exist_ok=True)
         lock = (out / ".lock").open("w", encoding="utf-8")
@@ -113,10 +113,14 @@ def _locked(out: Path, wait: bool) -> Iterator[None]:
         ) from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            found = "another process builds in it at this moment"
-            raise MeshwrightError(problem("E652", where=str(out), found=found)) from None
+            if not wait:
+                found = "another process builds in it at this moment"
+                raise MeshwrightError(problem("E652", where=str(out), found=found)) from None
+            if show is not None:
+                show(f"waiting for another process that builds {out.name}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:  # a file system without locks
             pass
         yield
