@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from meshwright.base.errors import MeshwrightError, Problem
 from meshwright.cli.main import run as meshwright
 from meshwright.config.resolve import DataSettings
 from meshwright.train.data import build as build_module
+from meshwright.train.data import documents as documents_module
 from meshwright.train.data.build import build_documents
 from meshwright.train.data.corpus import open_corpus
 from meshwright.train.data.documents import Documents, open_documents, verify_documents
@@ -60,6 +62,20 @@ def test_two_processes_write_what_one_writes(source: Path, tmp_path: Path) -> No
     assert whole.read(0, whole.num_tokens)[0].tolist() == one.read(0, one.num_tokens)[0].tolist()
     assert whole.digests().tolist() == one.digests().tolist()
     assert [one.place(n) for n in range(80)] == [f"c.jsonl:{n + 1}" for n in range(80)]
+
+
+def test_a_folder_of_more_shards_than_may_be_open(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = build(source, tmp_path / "out", tmp_path / "tok", unit_bytes=500)
+    assert len(documents.shards) > 20
+    whole = [a.tolist() for a in documents.read(0, documents.num_tokens) if a is not None]
+    monkeypatch.setattr(documents_module, "MOST_OPEN", 3)
+    fresh = open_documents(tmp_path / "out")
+    edges = [0, *fresh.ends().tolist()]
+    for begin, end in reversed(list(itertools.pairwise(edges))):
+        assert [a.tolist() for a in fresh.read(begin, end) if a is not None] == [w[begin:end] for w in whole]
+        assert len(fresh._maps) <= 3
 
 
 KILLED = """

@@ -48,7 +48,8 @@ class RankBatch:
 
     def digest(self) -> str:
         """Return a hash of the content, equal on ranks that must hold the same batch."""
-        return hashlib.sha256(self.input_ids.tobytes() + self.labels.tobytes()).hexdigest()[:16]
+        documents = b"" if self.documents is None else self.documents.tobytes()
+        return hashlib.sha256(self.input_ids.tobytes() + self.labels.tobytes() + documents).hexdigest()[:16]
 
 
 def _gather(rows: Rows, samples: Ints, position: int) -> RankBatch:

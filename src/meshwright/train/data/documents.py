@@ -26,6 +26,8 @@ MANIFEST: Final = "manifest.json"
 FORMAT: Final = "meshwright documents"
 FORMAT_VERSION: Final = 1
 TOKENIZER_FOLDER: Final = "tokenizer"
+MOST_OPEN: Final = 128
+"""Files of one folder that a process keeps mapped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,16 +96,20 @@ class Documents:
         return {}
 
     def _array(self, shard: Shard, kind: str) -> NDArray[Any]:
+        """Return an array of a shard; of those mapped, the ones read last stay open."""
+        dtypes = {"tokens": np.uint16 if self.token_bytes == 2 else np.uint32, "loss": np.uint8}
+        dtypes |= {"ends": np.int64, "digests": np.uint64, "places": np.int64}
+        dtype = np.dtype(dtypes[kind])
         file = f"{shard.name}.{kind}"
-        if file not in self._maps:
-            dtypes = {"tokens": np.uint16 if self.token_bytes == 2 else np.uint32, "loss": np.uint8}
-            dtypes |= {"ends": np.int64, "digests": np.uint64, "places": np.int64}
-            dtype = np.dtype(dtypes[kind])
-            path = self.folder / file
-            size = path.stat().st_size // dtype.itemsize
-            mapped = np.memmap(path, dtype, "r", shape=(size,)) if size else np.zeros(0, dtype)
-            self._maps[file] = mapped
-        return self._maps[file]
+        if kind not in ("tokens", "loss") or not shard.tokens:
+            return np.fromfile(self.folder / file, dtype)
+        mapped = self._maps.pop(file, None)
+        if mapped is None:
+            mapped = np.memmap(self.folder / file, dtype, "r", shape=(shard.tokens,))
+        self._maps[file] = mapped
+        while len(self._maps) > MOST_OPEN:  # a mapped file holds a file descriptor
+            self._maps.pop(next(iter(self._maps)))
+        return mapped
 
     def ends(self) -> Ints:
         """Return up to which token each document goes. Shapes: ``[num_documents]``."""
