@@ -264,6 +264,8 @@ def test_e641_streams_and_forms(tmp_path: Path) -> None:
         str(tmp_path / "built"),
     ]
     assert meshwright([*made, "--json"]) == 0
+    (tmp_path / "plain.txt").write_text("the rank")
+    assert refusal(lambda: prepared(tmp_path, tmp_path / "plain.txt", format="chat")).code == "E641"
     found = refusal(lambda: prepared(tmp_path, tmp_path / "built", tokenizer=None, format="text"))
     assert found.code == "E641"
 

@@ -91,7 +91,11 @@ class ChatTemplate:
         """
         try:
             return self._compiled.render(
-                messages=list(messages), add_generation_prompt=opens_answer, **self.named
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=opens_answer,
+                **self.named,
             )
         except MeshwrightError:
             raise

@@ -39,9 +39,9 @@ def form_of_source(path: str, data: DataSettings) -> Form:
         form = cast("Form", open_documents(Path(path).expanduser()).form)
     else:
         corpus = open_corpus(path, data.text_field)
-        if data.format is not None:
-            return data.format
         form = corpus.form()
+        if data.format is not None and corpus.kind not in ("text", "python-docs"):
+            return data.format
     if data.format not in (None, form):
         found = f"{path} holds documents of form {form}, the run file says {data.format}"
         raise MeshwrightError(problem("E641", where="data.format", found=found))
