@@ -10,6 +10,7 @@ from test_stage_cut import CONFIGS
 from meshwright.layout.built import PACKING_FAMILIES
 from meshwright.model.read_hf import spec_from_config
 from meshwright.parallel.build import build_model
+from meshwright.parallel.dropout import Dropout, use_dropout
 from meshwright.parallel.precision import Float64Throughout
 from meshwright.parallel.stage import cut_stage, token_loss_sum
 from meshwright.train.data.packing import positions_of
@@ -140,3 +141,22 @@ def test_h75_packing_without_positions_is_another_loss():
     x = parts[0](inputs, positions=positions)
     x = parts[1](x)  # a middle stage that is not told
     assert abs(float(parts[2](x, labels=labels, positions=positions) - right)) > 1e-6
+
+
+@torch.no_grad()
+def test_h75_documents_stay_apart_in_attention_with_dropout():
+    """H75: attention that draws its own dropout masks is another code path, and is masked by document too."""
+    model = build_model(CONFIGS["gpt2"] | {"attn_pdrop": 0.3}, seed=3, dtype=torch.float64)
+    dropout = Dropout(seed=1)
+    use_dropout(model, dropout, attends=True)
+    part = cut_stage(model, spec_from_config(CONFIGS["gpt2"], "model"), (5,), 0, torch.float64)
+    inputs, _, positions = packed(documents())
+    dropout.start(1, torch.zeros(1, 1, dtype=torch.int64))
+    dropout.micro_batch(0)
+    before = part.logits(inputs, positions)
+    changed = inputs.clone()
+    changed[:, 2] += 1
+    after = part.logits(changed, positions)
+    assert torch.equal(before[0, 5:], after[0, 5:])
+    assert not torch.equal(before[0, 4], after[0, 4])
+    assert not torch.equal(before, part.eval().logits(inputs, positions))  # dropout was on
