@@ -10,6 +10,7 @@ import pytest
 from test_train_runs import CLUSTER, CONFIG
 
 from chat_data import chat_tokenizer, conversations, write_jsonl
+from meshwright.base.errors import MeshwrightError
 from meshwright.config.load import load_run
 from meshwright.config.resolve import resolve
 from meshwright.orchestrate.training import train_command
@@ -80,6 +81,16 @@ def test_h75_packed_rows_train_as_their_documents_apart(folder: Path) -> None:
     assert one["valid_tokens"] == two["valid_tokens"]
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-9)
     assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-8)
+
+
+def test_context_parallel_takes_one_document_a_row_and_refuses_packs(folder: Path) -> None:
+    padded = "data.rows=pad"
+    alone = train(folder, "dp=1,precision=fp64", "one", padded)
+    equal(alone, train(folder, "cp=2,precision=fp64", "two", padded))
+    with pytest.raises(MeshwrightError) as caught:
+        train(folder, "cp=2,precision=fp64", "three")
+    assert [p.code for p in caught.value.problems] == ["E649"]
+    assert not (folder / "three").exists()
 
 
 def test_h145_h149_a_restart_in_another_layout_goes_on_with_the_next_row(folder: Path) -> None:
