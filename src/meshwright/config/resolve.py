@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
 from meshwright.config.load import LoadedRun
@@ -28,13 +28,19 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """What it is trained on."""
+    """What it is trained on: one path, or several sources as (path, weight)."""
 
-    path: str
-    tokenizer: str | None
+    path: str | None = None
+    sources: tuple[tuple[str, float], ...] = ()
+    tokenizer: str | None = None
     seq_len: int
-    text_field: str
-    eval_fraction: float
+    format: Literal["text", "chat", "completion"] | None = None
+    text_field: str = "text"
+    chat_template: str | None = None
+    rows: Literal["stream", "pack", "pad"] | None = None
+    too_long: Literal["refuse", "split", "truncate", "skip"] | None = None
+    eval_fraction: float = 0.0
+    epochs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +151,7 @@ class ResolvedRun:
         """Return the settings by section, as ``run.json`` keeps them (without origins)."""
         return {
             "model": asdict(self.model),
-            "data": asdict(self.data),
+            "data": {**asdict(self.data), "sources": dict(self.data.sources) or None},
             "batch": asdict(self.batch),
             "optimizer": {**asdict(self.optimizer), "betas": list(self.optimizer.betas)},
             "schedule": asdict(self.schedule),
@@ -199,8 +205,11 @@ def resolve(
 
     config = path("model.config", w.model.config)
     data_path = w.data.path if w.data.path == PYTHON_DOCS else path("data.path", w.data.path)
-    assert config is not None  # required by the schema, as is data.path
-    assert data_path is not None
+    sources: list[tuple[str, float]] = []
+    for source, weight in (w.data.sources or {}).items():
+        place = source if source == PYTHON_DOCS else path(f"data.sources.{source}", source)
+        sources.append((place or source, weight))
+    assert config is not None  # required by the schema
     if layout is not None:
         origins["layout"] = "option --layout"
     found_in["run.dir"] = "the current folder"
@@ -212,6 +221,12 @@ def resolve(
             seq_len=w.data.seq_len,
             text_field=w.data.text_field,
             eval_fraction=w.data.eval_fraction,
+            sources=tuple(sources),
+            format=w.data.format,
+            chat_template=path("data.chat_template", w.data.chat_template),
+            rows=w.data.rows,
+            too_long=w.data.too_long,
+            epochs=w.data.epochs,
         ),
         batch=BatchSettings(sequences=w.batch.sequences, accumulation=w.batch.accumulation),
         optimizer=OptimizerSettings(
@@ -257,6 +272,7 @@ def resolve(
     refuse(
         [
             *_not_honoured(run),
+            *_no_source(run),
             *_contradictions(run),
             *_adapter_problems(run),
             *_layout_problems(run, check_batch),
@@ -281,6 +297,16 @@ def _where(run: ResolvedRun, key: str) -> str:
     """Return the key and, for people, where its value stands."""
     origin = run.origins[key]
     return f"{key} ({origin.replace('file', Path(run.source).name, 1)})"
+
+
+def _no_source(run: ResolvedRun) -> list[Problem]:
+    """Return E640 unless the run has either one path or several sources."""
+    if (run.data.path is None) != (not run.data.sources):
+        return []
+    found = (
+        "neither data.path nor data.sources" if run.data.path is None else "both data.path and data.sources"
+    )
+    return [problem("E640", where=_where(run, "data.path"), found=found)]
 
 
 def _not_honoured(run: ResolvedRun) -> list[Problem]:

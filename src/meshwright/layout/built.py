@@ -41,3 +41,15 @@ TENSOR_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral
 
 CONTEXT_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "phi3")
 """Model families whose attention the context axis can take over."""
+
+PACKING_FAMILIES: Final = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gpt2",
+    "mixtral",
+    "qwen3_moe",
+    "phi3",
+)
+"""Model families of which it is tested that documents packed in one row do not see each other."""

@@ -35,6 +35,7 @@ from meshwright.model.adapters import adapted, without_adapter
 from meshwright.model.counts import flops_per_token
 from meshwright.model.read_hf import read_model
 from meshwright.model.spec import ModelSpec
+from meshwright.orchestrate.data_rules import data_problems, last_step
 from meshwright.orchestrate.machine import machine_probe
 from meshwright.orchestrate.proving import write_json
 from meshwright.parallel.adapters import missing_peft
@@ -45,8 +46,7 @@ from meshwright.program.plan import Plan
 from meshwright.program.plan_file import load_plan, plan_to_dict, save_plan
 from meshwright.schedule.text import parse_schedule
 from meshwright.search.search import SearchResult, search
-from meshwright.train.data import check_samples, prepare_tokens
-from meshwright.train.data.corpus import open_corpus
+from meshwright.train.data import check_data, check_samples, prepare_data
 from meshwright.train.loop import RankSummary, TrainTask, train_rank
 from meshwright.train.weights import load_pretrained
 
@@ -103,7 +103,7 @@ def prepare(
             cluster,
             run.data.seq_len,
             run.batch.sequences,
-            fix=_fixed(),
+            fix=_fixed(check_data(run.data) == "pack"),
             top=1,
             model_path=run.model.config,
         )
@@ -183,7 +183,7 @@ def _readable(run: Any, plan_path: str | None, text: str) -> ModelSpec:
             problems += missing_compiler(device_type()) if layout.compile == "blocks" else []
     if run.cluster is not None:
         held(lambda: read_cluster(run.cluster, None))
-    held(lambda: open_corpus(run.data.path, run.data.text_field))
+    problems += held(lambda: data_problems(run.data, spec, layout)) or []
     problems += _unwritable(Path(run.run.dir))
     refuse(problems)
     assert spec is not None
@@ -234,9 +234,10 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _fixed() -> str:
-    """Return what the planner must keep on this machine: a CPU trains in float32."""
-    return "" if torch.cuda.is_available() else "precision=fp32"
+def _fixed(packed: bool) -> str:
+    """Return what the planner must keep: a CPU trains in float32, packed documents without a context axis."""
+    kept = [] if torch.cuda.is_available() else ["precision=fp32"]
+    return ",".join([*kept, "cp=1"] if packed else kept)
 
 
 _NO_PRICE = frozenset({"E402", "E405", "E406", "E407"})
@@ -383,7 +384,12 @@ def _train(
         refuse(_nothing_left(resume_from, stop_at))
     asked = config_problems(plan.model_config)
     refuse(asked)
-    for note in (*ready.warnings, *asked, *_beyond_horizon(stop_at_step, run.run.steps)):
+    for note in (
+        *ready.warnings,
+        *_data_notes(run, plan),
+        *asked,
+        *_beyond_horizon(stop_at_step, run.run.steps),
+    ):
         show(note.text())
     for line in _announce(plan, spec):
         show(line)
@@ -395,17 +401,20 @@ def _train(
     tokenizer = run.data.tokenizer
     if tokenizer is None and weights is not None:
         tokenizer = str(weights.tokenizer_folder) if weights.tokenizer_folder is not None else None
-    data = prepare_tokens(
-        run.data.path,
+    data = prepare_data(
+        run.data,
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
-        seq_len=run.data.seq_len,
-        eval_fraction=run.data.eval_fraction,
+        seed=run.run.seed,
         cache_dir=cache,
-        text_field=run.data.text_field,
         show=show,
+        jobs=os.cpu_count() or 1,
     )
     refuse(check_samples(data, run.batch.sequences))
+    stop_at, data_ends = last_step(data, run.batch.sequences, stop_at)
+    if data_ends:
+        show(data_ends)
+        refuse(_nothing_left(resume_from, stop_at) if resume_from is not None else [])
     if dry_run:
         return {"run_dir": str(folder), "dry_run": True, "plan": plan_to_dict(plan)}
     record = {
@@ -556,6 +565,13 @@ def _beyond_horizon(steps: int | None, horizon: int) -> list[Problem]:
             do=f"--set run.steps={steps}",
         )
     ]
+
+
+def _data_notes(run: Any, plan: Plan) -> list[Problem]:
+    """Return what the chosen layout makes of packed documents (the planner may have chosen it after the first look)."""
+    found = data_problems(run.data, None, plan.layout)
+    refuse(found)
+    return found
 
 
 def _announce(plan: Plan, spec: ModelSpec) -> list[str]:

@@ -38,7 +38,7 @@ from meshwright.parallel.precision import Float64Throughout, dtype_of, forward_c
 from meshwright.parallel.recompute import nested, recompute_blocks
 from meshwright.parallel.replicate import Replicate
 from meshwright.parallel.router_loss import RouterLoss
-from meshwright.parallel.stage import StageModule, cut_stages, get_module, logical_name
+from meshwright.parallel.stage import StageModule, at_positions, cut_stages, get_module, logical_name
 from meshwright.parallel.tensor import TensorAxis, joined, shard_tensors
 from meshwright.parallel.tied import local, sum_local_pair, sum_tied_gradient
 from meshwright.parallel.zero import Zero, shard
@@ -140,7 +140,9 @@ class ParallelModel:
         for engine in self.engines.values():
             engine.zero_grad()
 
-    def forward_backward(self, inputs_ABT: Tensor, labels_ABT: Tensor, scale: float) -> Tensor:
+    def forward_backward(
+        self, inputs_ABT: Tensor, labels_ABT: Tensor, scale: float, positions_ABT: Tensor | None = None
+    ) -> Tensor:
         """Run every micro-batch forward and backward; return the sum of token losses seen by this rank.
 
         Every rank of a context axis is given whole sequences, and takes its own tokens of them.
@@ -149,16 +151,17 @@ class ParallelModel:
             inputs_ABT: token ids, [accumulation, micro_batch, T].
             labels_ABT: shifted labels, [accumulation, micro_batch, T], -100 where no loss.
             scale: factor on the summed loss, 1 / global valid tokens (times the fp16 loss scale).
+            positions_ABT: positions that begin again with each packed document, or None: rows are one document.
 
         Communication: activations over ``pp``; keys and values over ``cp``; parameters and gradients over ``dp_*``
         as the policy says.
         """
         inputs_ABT, labels_ABT = local_batch(self.context, inputs_ABT, labels_ABT, IGNORE)
         if self.pipeline is not None:
-            sums = self.pipeline.run(inputs_ABT, labels_ABT, scale)
+            sums = self.pipeline.run(inputs_ABT, labels_ABT, scale, positions_ABT)
             self.executed = list(self.pipeline.executed)
         else:
-            sums = self._accumulate(inputs_ABT, labels_ABT, scale)
+            sums = self._accumulate(inputs_ABT, labels_ABT, scale, positions_ABT)
         return self._total(sums)
 
     def part(self, name: str, full: Tensor) -> Tensor:
@@ -183,7 +186,9 @@ class ParallelModel:
             return torch.zeros((), dtype=torch.float64, device=self.view.device)
         return torch.stack([s.to(torch.float64) for s in sums]).sum()
 
-    def _accumulate(self, inputs_ABT: Tensor, labels_ABT: Tensor, scale: float) -> list[Tensor]:
+    def _accumulate(
+        self, inputs_ABT: Tensor, labels_ABT: Tensor, scale: float, positions_ABT: Tensor | None
+    ) -> list[Tensor]:
         sums: list[Tensor] = []
         self.executed = []
         last = inputs_ABT.shape[0] - 1
@@ -192,7 +197,7 @@ class ParallelModel:
             self._note(f"0F{k}")
             if self.dropout is not None:
                 self.dropout.micro_batch(k)
-            loss_sum = module(x_BT, labels=y_BT)
+            loss_sum = module(x_BT, labels=y_BT, **at_positions(positions_ABT, k))
             sums.append(loss_sum.detach())
             self._note(f"0B{k}")
             data.before_backward(last=k == last)
@@ -259,14 +264,17 @@ class ParallelModel:
             _multiply(grads, factor)
 
     @torch.no_grad()
-    def evaluate(self, inputs_ABT: Tensor, labels_ABT: Tensor) -> Tensor:
+    def evaluate(self, inputs_ABT: Tensor, labels_ABT: Tensor, positions_ABT: Tensor | None = None) -> Tensor:
         """Return the sum of token losses (float64; 0 on stages without the loss), without gradients."""
         self.module.eval()
         inputs_ABT, labels_ABT = local_batch(self.context, inputs_ABT, labels_ABT, IGNORE)
         if self.pipeline is not None:
-            sums = self.pipeline.evaluate(inputs_ABT, labels_ABT)
+            sums = self.pipeline.evaluate(inputs_ABT, labels_ABT, positions_ABT)
         else:
-            sums = [self.stages[0](x, labels=y) for x, y in zip(inputs_ABT, labels_ABT, strict=True)]
+            sums = [
+                self.stages[0](x, labels=y, **at_positions(positions_ABT, k))
+                for k, (x, y) in enumerate(zip(inputs_ABT, labels_ABT, strict=True))
+            ]
         self.module.train()
         for engine in self.engines.values():
             if isinstance(engine, Zero):

@@ -29,7 +29,7 @@ from meshwright.parallel.apply import ParallelModel, apply_plan, needs_tied_grou
 from meshwright.parallel.placement import check_placement
 from meshwright.parallel.tied import local
 from meshwright.program.plan import Plan
-from meshwright.train.data import TokenData, eval_batches, rank_batch
+from meshwright.train.data import RankBatch, TokenData, eval_batches, rank_batch
 from meshwright.train.memory import resting_bytes, watch_step
 from meshwright.train.metrics import RunLog
 from meshwright.train.offload import OffloadedAdamW, close_optimizer, make_optimizer
@@ -146,13 +146,14 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
         step += 1
         facts.at(step=step, action="data")
         begin = time.perf_counter()
-        inputs, labels = _batch(task, model, step)
+        inputs, labels, positions = _batch(task, model, step)
         data_s = time.perf_counter() - begin
         arguments: dict[str, Any] = {
             "step": step,
             "rate": rate,
             "max_norm": run.clip.max_norm,
             "scale": scale,
+            "positions_ABT": positions,
         }
         traced = step == done + MEMORY_STEP or (step == task.stop_at and step < done + MEMORY_STEP)
         if traced:
@@ -214,7 +215,8 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
     return everyone
 
 
-def _batch(task: TrainTask, model: ParallelModel, step: int) -> tuple[Tensor, Tensor]:
+def _batch(task: TrainTask, model: ParallelModel, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return this rank's input ids, labels and, for packed documents, positions of one step."""
     batch, layout = task.plan.batch, task.plan.layout
     rows = rank_batch(
         task.data.train,
@@ -225,9 +227,18 @@ def _batch(task: TrainTask, model: ParallelModel, step: int) -> tuple[Tensor, Te
         dp=layout.dp,
         dp_rank=model.view.dp_rank,
         seed=task.run.run.seed,
+        end=task.data.end,
     )
-    device = model.view.device
-    return torch.from_numpy(rows.input_ids).to(device), torch.from_numpy(rows.labels).to(device)
+    return _on_device(rows, model)
+
+
+def _on_device(rows: RankBatch, model: ParallelModel) -> tuple[Tensor, Tensor, Tensor | None]:
+    device, positions = model.view.device, rows.positions
+    return (
+        torch.from_numpy(rows.input_ids).to(device),
+        torch.from_numpy(rows.labels).to(device),
+        None if positions is None else torch.from_numpy(positions).to(device),
+    )
 
 
 def evaluate(model: ParallelModel, task: TrainTask) -> float | None:
@@ -248,9 +259,7 @@ def evaluate(model: ParallelModel, task: TrainTask) -> float | None:
         max_samples=task.run.run.eval_batches * batch.global_batch,
     )
     for part in rows:
-        inputs = torch.from_numpy(part.input_ids).to(model.view.device)
-        labels = torch.from_numpy(part.labels).to(model.view.device)
-        total[0] += model.evaluate(inputs, labels)
+        total[0] += model.evaluate(*_on_device(part, model))
         if model.view.counts_batch:
             total[1] += part.valid_tokens
     loss_sum, valid = sum_over_world(total, model).tolist()
