@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.base.errors import MeshwrightError
@@ -25,6 +26,8 @@ from meshwright.parallel.placement import account, placed
 from meshwright.program.plan import Plan
 
 LARGEST_WORLD = 16
+QUICK_WORLD = 4
+"""Ranks of the largest world that the quick test builds."""
 COMMON = {
     "hidden_size": 16,
     "num_attention_heads": 4,
@@ -65,6 +68,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 SPECS = {name: spec_from_config(config, name) for name, config in CONFIGS.items()}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
+
+
+@pytest.fixture(autouse=True)
+def no_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers of a pipeline send each other their shapes; ranks that are not there send fresh memory."""
+    monkeypatch.setattr(_PipelineScheduleRuntime, "_initialize_stages", lambda *_: None)
 
 
 @contextmanager
@@ -124,16 +133,16 @@ def check_all_ranks(spec: ModelSpec, plan: Plan) -> None:
     assert result["complete"], (plan.layout.text(), result)
 
 
-def one_case(layout: Layout, name: str, ran: set[str]) -> None:
+def one_case(layout: Layout, name: str, ran: set[str], largest: int) -> None:
     spec = SPECS[name]
     plan = plan_of(spec, layout)
-    if plan is None or plan.world_size > LARGEST_WORLD:
+    if plan is None or plan.world_size > largest:
         return
     check_all_ranks(spec, plan)
     ran.add(plan.layout.text())
 
 
-def draw_cases(count: int) -> set[str]:
+def draw_cases(count: int, largest: int) -> set[str]:
     ran: set[str] = set()
 
     @settings(
@@ -145,16 +154,16 @@ def draw_cases(count: int) -> set[str]:
     )
     @given(random_layouts(), st.sampled_from(sorted(SPECS)))
     def every_case(layout: Layout, name: str) -> None:
-        one_case(layout, name, ran)
+        one_case(layout, name, ran, largest)
 
     every_case()
     return ran
 
 
 def test_random_layouts_are_refused_or_complete() -> None:
-    assert len(draw_cases(300)) >= 20
+    assert len(draw_cases(300, QUICK_WORLD)) >= 20
 
 
 @pytest.mark.slow
 def test_thousands_of_random_layouts() -> None:
-    assert len(draw_cases(6000)) >= 300
+    assert len(draw_cases(6000, LARGEST_WORLD)) >= 300

@@ -42,6 +42,7 @@ def gradients(layout: str, config: dict[str, Any], ties: bool = False) -> dict[s
     inputs, labels = tokens(4, 1)
     torch.manual_seed(3)
     rig.model.zero_grad()
+    rig.model.begin_step(1, torch.arange(len(inputs)).view(rig.rows(inputs).shape[:2]))
     rig.model.forward_backward(rig.rows(inputs), rig.rows(labels), 0.01)
     return {n: g.clone() for n, g in rig.model.gradients().items()}
 

@@ -107,7 +107,7 @@ def values(rank, world, layout, folder):
     return [
         n
         for n, p in model.params.items()
-        if not torch.equal(full_tensor(p.detach()), model.tp_part(n, want[n].detach()))
+        if not torch.equal(full_tensor(p.detach()), model.part(n, want[n].detach()))
     ]
 
 

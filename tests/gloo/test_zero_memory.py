@@ -82,6 +82,7 @@ def test_h112_what_each_stage_holds(pool, layout, world, shards, whole_gradients
             "parameters": whole // shards + got.buffers,
             "gradients": whole // shards,
             "optimizer": state,
+            "offloaded": 0,
         }
 
 

@@ -93,13 +93,15 @@ def test_every_command_speaks_json() -> None:
         (["prove", "--layout", "dp=2"], "E862", ""),
         (["prove", "--model", LLAMA], "E862", ""),
         (["prove", str(ROOT / "recipes" / "demo.yaml")], "E862", "--layout"),
-        (["backtest", "runs.csv", "--folds", "3"], "E900", "estimate"),
+        (["backtest", "runs.csv", "--folds", "3"], "E864", "--calibrate"),
+        (["backtest", "no-such.csv"], "E460", "exists"),
         (["convert", "x", "--to", "deepspeed"], "E900", "init"),
         (["doctor"], "E900", "probe"),
         (["checkpoint", "merge", "nowhere", "--out", "e"], "E701", "step-N"),
         (["checkpoint", "reshard", "nowhere", "--layout", "dp=2", "--out", "e"], "E701", "step-N"),
         ([*PLAN, "--try", "2"], "E900", "--steps"),
-        ([*PLAN, "--adapter", "lora:8"], "E900", ""),
+        ([*PLAN, "--adapter", "qlora:8"], "E272", ""),
+        ([*PLAN, "--adapter", "lora"], "E274", ""),
         (["train", "nowhere.yaml"], "E100", ""),
         (["inspect", "nowhere"], "E120", ""),
         (["explain", "E988"], "E455", ""),
@@ -271,7 +273,15 @@ def test_prove_answers_with_its_exit_code(
         "sentinel": {"factor": 2.0, "cause": "twice"},
         "ledger": {"matches": True},
         "placement": {"complete": True},
-        "ladder": [{"layout": "dp=2,precision=fp64", "passed": passed, "max_rel_diff": 0.5, "worst": None}],
+        "ladder": [
+            {
+                "adds": "dp=2",
+                "layout": "dp=2,precision=fp64",
+                "passed": passed,
+                "max_rel_diff": 0.5,
+                "worst": None,
+            }
+        ],
     }
     calls = Calls(monkeypatch, "meshwright.orchestrate.proving", "prove_command", result)
     args = ["prove", "--model", LLAMA, "--layout", "dp=2", "--freeze", "a", "--freeze", "b", "--tie"]

@@ -20,10 +20,13 @@ from meshwright.schedule.generate import generate
 DOCS = Path(__file__).parents[2] / "docs"
 CONCEPTS = sorted((DOCS / "concepts").glob("*.md"))
 NAMES = (
+    "adapters",
     "checkpoints",
+    "compile",
     "context-parallel",
     "cost-model",
     "data-parallel",
+    "offload",
     "pipeline",
     "plan-and-layout",
     "precision",
@@ -44,7 +47,7 @@ def numbers(name: str, row_starts: str) -> list[float]:
 
 
 def test_all_pages_are_there_with_their_parts() -> None:
-    assert [p.stem for p in CONCEPTS] == list(NAMES)
+    assert set(NAMES) <= {p.stem for p in CONCEPTS}
     for page in CONCEPTS:
         content = page.read_text(encoding="utf-8")
         for part in ("**In one line.**", "## Takeaway", "| "):

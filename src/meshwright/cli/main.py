@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 import typer
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
-from meshwright.cli import checkpoint, config_file, not_built
+from meshwright.cli import checkpoint, config_file, data, not_built
+from meshwright.cli.backtest import backtest
 from meshwright.cli.catalogues import clusters, models
 from meshwright.cli.estimate import estimate
 from meshwright.cli.explain import explain
@@ -66,6 +67,7 @@ for _name, _command, _short in (
     ("clusters", clusters, "List the clusters known by name."),
     ("plan", plan, "Find the best layouts on a cluster."),
     ("estimate", estimate, "Predict time and memory of one layout."),
+    ("backtest", backtest, "Score predictions against measured runs."),
     ("explain", explain, "Tell what one rank does, or explain a code."),
     ("simulate", simulate, "Play one step on the clock."),
     ("probe", probe, "Measure this machine."),
@@ -77,6 +79,7 @@ for _name, _command, _short in (
     app.command(_name, short_help=_short)(_command)
 app.add_typer(config_file.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(data.app, name="data")
 for _name, _command in not_built.COMMANDS.items():
     app.command(_name, short_help="Not built yet.", context_settings=not_built.ANY_ARGUMENTS)(_command)
 

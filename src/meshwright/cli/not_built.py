@@ -21,11 +21,6 @@ def refuse_not_built(what: str, instead: str) -> NoReturn:
     raise MeshwrightError(problem("E900", where=what, found=f"{what} is not built yet", do=instead))
 
 
-def backtest(context: typer.Context) -> None:
-    """Predict measured runs and score the predictions (not built yet)."""
-    refuse_not_built("meshwright backtest", "use meshwright estimate for one layout at a time")
-
-
 def convert(context: typer.Context) -> None:
     """Read or write the configuration files of other programs (not built yet)."""
     refuse_not_built(
@@ -41,7 +36,6 @@ def doctor(context: typer.Context) -> None:
 
 
 COMMANDS: dict[str, Callable[[typer.Context], None]] = {
-    "backtest": backtest,
     "convert": convert,
     "doctor": doctor,
 }

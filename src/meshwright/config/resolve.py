@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
 from meshwright.config.load import LoadedRun
 from meshwright.config.schema import NOT_HONOURED, shown
 from meshwright.layout.batch import derive_batch
 from meshwright.layout.parse import parse_layout
+from meshwright.model.adapters import make_adapter
+from meshwright.model.spec import AdapterSpec
 
 PYTHON_DOCS = "python-docs"
 
@@ -26,13 +28,19 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """What it is trained on."""
+    """What it is trained on: one path, or several sources as (path, weight)."""
 
-    path: str
-    tokenizer: str | None
+    path: str | None = None
+    sources: tuple[tuple[str, float], ...] = ()
+    tokenizer: str | None = None
     seq_len: int
-    text_field: str
-    eval_fraction: float
+    format: Literal["text", "chat", "completion"] | None = None
+    text_field: str = "text"
+    chat_template: str | None = None
+    rows: Literal["stream", "pack", "pad"] | None = None
+    too_long: Literal["refuse", "split", "truncate", "skip"] | None = None
+    eval_fraction: float = 0.0
+    epochs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +93,7 @@ class RunSettings:
     keep_best: bool
     eval_every: int
     eval_batches: int
+    offload_dir: str | None
     max_minutes: float | None
     grace_s: float
     elastic: bool
@@ -101,6 +110,22 @@ class GuardSettings:
     replicas_every: int
     straggler: float | None
     heartbeat_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings:
+    """Low-rank adapters as written; ``kind`` "none" means that the model itself trains."""
+
+    kind: str
+    rank: int
+    alpha: float | None
+    targets: tuple[str, ...]
+
+    def spec(self) -> AdapterSpec | None:
+        """Return the adapter, or None. Raises MeshwrightError E272 for a kind that cannot run."""
+        if self.kind == "none":
+            return None
+        return make_adapter(self.kind, self.rank, self.alpha, self.targets, "adapter.kind")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +156,7 @@ class ResolvedRun:
     layout_text: str
     run: RunSettings
     guards: GuardSettings
+    adapter: AdapterSettings
     profile: ProfileSettings
     freeze: tuple[str, ...]
     cluster: str | None
@@ -143,7 +169,7 @@ class ResolvedRun:
         """Return the settings by section, as ``run.json`` keeps them (without origins)."""
         return {
             "model": asdict(self.model),
-            "data": asdict(self.data),
+            "data": {**asdict(self.data), "sources": dict(self.data.sources) or None},
             "batch": asdict(self.batch),
             "optimizer": {**asdict(self.optimizer), "betas": list(self.optimizer.betas)},
             "schedule": asdict(self.schedule),
@@ -151,6 +177,7 @@ class ResolvedRun:
             "layout": self.layout_text,
             "run": asdict(self.run),
             "guards": asdict(self.guards),
+            "adapter": {**asdict(self.adapter), "targets": list(self.adapter.targets)},
             "profile": asdict(self.profile),
             "cluster": self.cluster,
             "freeze": list(self.freeze),
@@ -197,8 +224,11 @@ def resolve(
 
     config = path("model.config", w.model.config)
     data_path = w.data.path if w.data.path == PYTHON_DOCS else path("data.path", w.data.path)
-    assert config is not None  # required by the schema, as is data.path
-    assert data_path is not None
+    sources: list[tuple[str, float]] = []
+    for source, weight in (w.data.sources or {}).items():
+        place = source if source == PYTHON_DOCS else path(f"data.sources.{source}", source)
+        sources.append((place or source, weight))
+    assert config is not None  # required by the schema
     if layout is not None:
         origins["layout"] = "option --layout"
     found_in["run.dir"] = "the current folder"
@@ -210,6 +240,12 @@ def resolve(
             seq_len=w.data.seq_len,
             text_field=w.data.text_field,
             eval_fraction=w.data.eval_fraction,
+            sources=tuple(sources),
+            format=w.data.format,
+            chat_template=path("data.chat_template", w.data.chat_template),
+            rows=w.data.rows,
+            too_long=w.data.too_long,
+            epochs=w.data.epochs,
         ),
         batch=BatchSettings(sequences=w.batch.sequences, accumulation=w.batch.accumulation),
         optimizer=OptimizerSettings(
@@ -238,12 +274,19 @@ def resolve(
             keep_best=w.run.keep_best,
             eval_every=w.run.eval_every,
             eval_batches=w.run.eval_batches,
+            offload_dir=w.run.offload_dir,
             max_minutes=w.run.max_minutes,
             grace_s=w.run.grace_s,
             elastic=w.run.elastic,
             deterministic=w.run.deterministic,
         ),
         guards=GuardSettings(**w.guards.model_dump()),
+        adapter=AdapterSettings(
+            kind=w.adapter.kind,
+            rank=w.adapter.rank,
+            alpha=w.adapter.alpha,
+            targets=tuple(w.adapter.targets),
+        ),
         profile=ProfileSettings(steps=w.profile.steps),
         freeze=tuple(w.freeze),
         cluster=path("cluster", w.cluster),
@@ -251,7 +294,15 @@ def resolve(
         origins=origins,
         found_in=found_in,
     )
-    refuse([*_not_honoured(run), *_contradictions(run), *_layout_problems(run, check_batch)])
+    refuse(
+        [
+            *_not_honoured(run),
+            *_no_source(run),
+            *_contradictions(run),
+            *_adapter_problems(run),
+            *_layout_problems(run, check_batch),
+        ]
+    )
     return replace(run, warnings=tuple(_without_effect(run)))
 
 
@@ -271,6 +322,16 @@ def _where(run: ResolvedRun, key: str) -> str:
     """Return the key and, for people, where its value stands."""
     origin = run.origins[key]
     return f"{key} ({origin.replace('file', Path(run.source).name, 1)})"
+
+
+def _no_source(run: ResolvedRun) -> list[Problem]:
+    """Return E640 unless the run has either one path or several sources."""
+    if (run.data.path is None) != (not run.data.sources):
+        return []
+    found = (
+        "neither data.path nor data.sources" if run.data.path is None else "both data.path and data.sources"
+    )
+    return [problem("E640", where=_where(run, "data.path"), found=found)]
 
 
 def _not_honoured(run: ResolvedRun) -> list[Problem]:
@@ -318,6 +379,14 @@ def _contradictions(run: ResolvedRun) -> list[Problem]:
             )
         )
     return problems
+
+
+def _adapter_problems(run: ResolvedRun) -> list[Problem]:
+    try:
+        run.adapter.spec()
+    except MeshwrightError as error:
+        return [replace(p, where=_where(run, "adapter.kind")) for p in error.problems]
+    return []
 
 
 def _layout_problems(run: ResolvedRun, check_batch: bool) -> list[Problem]:
@@ -375,6 +444,8 @@ def _without_effect(run: ResolvedRun) -> list[Problem]:
         ]
     if run.guards.spike is None:
         idle.append(("guards.on_spike", "guards.spike = null looks for none"))
+    if run.adapter.kind == "none":
+        idle += [(f"adapter.{key}", "adapter.kind = none") for key in ("rank", "alpha", "targets")]
     flat = run.flat()
     problems = [
         problem("W101", where=_where(run, key), found=f"{key} = {shown(flat[key])} has no effect", why=why)

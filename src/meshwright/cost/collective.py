@@ -15,12 +15,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cluster.spec import ClusterSpec, LinkSpec
+from meshwright.cost.shipped import factors
 
 Floats: TypeAlias = NDArray[np.float64]
 
-LINK_SHARE: Final = 0.80
-"""Reachable share of a link's rate: all-reduce of 64 MiB over 8 H100 reaches 361 of 450 GB/s; two p4de nodes
-reach 41.8 of 50 GB/s per node (nccl-tests of NVIDIA/dgxc-benchmarking and aws-samples)."""
+CALL_BYTES: Final = 20e6
+"""Payload at which a collective has half of what it takes beside its bytes (8 devices of A100, H100 and B200 nodes)."""
+
+
+def link_share(nodes: int) -> float:
+    """Return the reachable share of a link's rate, inside a node or between ``nodes`` of them."""
+    known = factors()
+    return 1.0 / (known["inner"] if nodes == 1 else known["outer"])
+
+
+def call_seconds(kind: str, num_bytes: Floats) -> Floats:
+    """Return what a collective takes beside its bytes and hops: kernels of small payloads reach less of the link."""
+    weight = {"all_reduce": 1.0, "send": 0.2, "recv": 0.2}.get(kind, 0.5)
+    return np.where(num_bytes > 0, weight * factors()["call"] * num_bytes / (num_bytes + CALL_BYTES), 0.0)
+
 
 MEASURED_KIND: Final[Mapping[str, str]] = {"send": "send_recv", "recv": "send_recv"}
 
@@ -87,14 +100,15 @@ class CollectiveTimes:
     def _rings(self, kind: str, num_bytes: Floats, shape: GroupShape) -> Floats:
         if kind in ("send", "recv"):
             link = self._link(shape)
-            return link.latency.value + num_bytes / (link.rate.value * LINK_SHARE)
-        inside = _leg(kind, num_bytes, shape.per_node, self.cluster.intra)
+            return link.latency.value + num_bytes / (link.rate.value * link_share(shape.nodes))
+        inside = _leg(kind, num_bytes, shape.per_node, self.cluster.intra, link_share(1))
+        inside = inside + call_seconds(kind, num_bytes)
         if shape.nodes == 1:
             return inside
         between = self.cluster.inter
         assert between is not None
         # each member carries its share of the payload over its own part of the network
-        return inside + _leg(kind, num_bytes / shape.per_node, shape.nodes, between)
+        return inside + _leg(kind, num_bytes / shape.per_node, shape.nodes, between, link_share(2))
 
     def _link(self, shape: GroupShape) -> LinkSpec:
         if shape.nodes == 1 or self.cluster.inter is None:
@@ -114,11 +128,11 @@ def _steps(kind: str, size: int) -> float:
     return 1.0
 
 
-def _leg(kind: str, num_bytes: Floats, size: int, link: LinkSpec) -> Floats:
+def _leg(kind: str, num_bytes: Floats, size: int, link: LinkSpec, share: float) -> Floats:
     if size < 2:
         return np.zeros_like(num_bytes)
     hops = 2 * (size - 1) if kind == "all_reduce" else size - 1
-    return hops * link.latency.value + _steps(kind, size) * num_bytes / (link.rate.value * LINK_SHARE)
+    return hops * link.latency.value + _steps(kind, size) * num_bytes / (link.rate.value * share)
 
 
 def collective_times(cluster: ClusterSpec) -> CollectiveTimes:

@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.collective import Floats, GroupShape, shape_of, strided_shape
 from meshwright.cost.memory import StageLoad, outside_allocator, peak_memory
+from meshwright.cost.offload import exposed_seconds, is_away, travel_seconds
 from meshwright.cost.pieces import (
     COMPUTE_BYTES,
+    EXPERT_ROLES,
     SHARD_OPS_PER_TENSOR,
     SHARD_OPS_PER_UNIT,
     STATE_BYTES,
@@ -25,7 +27,6 @@ from meshwright.cost.pieces import (
     UnitSize,
     Work,
     WorkKey,
-    is_frozen,
     sharding_stage,
     unit_size,
     work_key,
@@ -34,8 +35,8 @@ from meshwright.layout.batch import Batch
 from meshwright.layout.context import local_length
 from meshwright.layout.cut import resolve_cut
 from meshwright.layout.layout import LOSS_CHUNKS, Layout
+from meshwright.layout.ranks import expert_degrees, strides
 from meshwright.layout.ranks import group as rank_group
-from meshwright.layout.ranks import strides
 from meshwright.model.spec import TensorSpec
 from meshwright.schedule.actions import ActionKind, Schedule
 from meshwright.schedule.clock import Clock, run_clock
@@ -67,6 +68,10 @@ class StageUnits:
 
     root: tuple[UnitSize, ...]
     kinds: tuple[UnitSize, ...]
+    experts: tuple[UnitSize, ...] = ()
+    """The part of each kind that the expert axis spreads; empty where nothing is spread."""
+    rest: tuple[UnitSize, ...] = ()
+    """The other part of each kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +88,9 @@ class DataSeconds:
 
 _DATA = tuple(f.name for f in fields(DataSeconds))
 
+_SUMMED = ("full", "trainable", "resting", "trainable_resting", "matmul", "trainable_tensors")
+"""Sizes of units that add up over a stage."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
@@ -92,6 +100,7 @@ class Columns:
         forward, backward: [layouts, stages] seconds of one micro-batch, communication in it included.
         compute, recompute, tensor, context, expert, data: [layouts, stages] exposed seconds of a step.
         send: [layouts] seconds of one message between stages.
+        offload: [layouts] seconds that the update waits for state that rests away.
         memory: bytes by category, [layouts, stages].
         peak: [layouts] the highest peak over stages.
         step: [layouts] predicted seconds of a step by the closed form.
@@ -113,6 +122,7 @@ class Columns:
     hidden: Floats
     send: Floats
     optimizer: Floats
+    offload: Floats
     other: Floats
     memory: dict[str, Floats]
     load: StageLoad
@@ -136,7 +146,7 @@ def stage_tensors(pricer: Pricer, stage: int, stages: int) -> tuple[TensorSpec, 
 
 
 def _sizes(pricer: Pricer, tensors: Sequence[TensorSpec], tp: int, ep: int, shards: int) -> UnitSize:
-    trains = [not is_frozen(t.name, pricer.frozen) for t in tensors]
+    trains = [t.name not in pricer.stopped for t in tensors]
     return unit_size(tensors, trains, pricer.spec.attention, tp, ep, shards)
 
 
@@ -149,7 +159,16 @@ def stage_units(pricer: Pricer, stages: int, tp: int, ep: int, shards: int) -> S
         for s in range(stages)
     ]
     kinds = [_sizes(pricer, b.tensors, tp, ep, shards) for b in pricer.kinds]
-    return StageUnits(root=tuple(root), kinds=tuple(kinds))
+    if ep == 1:
+        return StageUnits(root=tuple(root), kinds=tuple(kinds))
+    spread = [[t for t in b.tensors if t.role in EXPERT_ROLES] for b in pricer.kinds]
+    rest = [[t for t in b.tensors if t.role not in EXPERT_ROLES] for b in pricer.kinds]
+    return StageUnits(
+        root=tuple(root),
+        kinds=tuple(kinds),
+        experts=tuple(_sizes(pricer, tensors, tp, ep, shards) for tensors in spread),
+        rest=tuple(_sizes(pricer, tensors, tp, ep, shards) for tensors in rest),
+    )
 
 
 def group_shapes(layout: Layout, gpus_per_node: int) -> tuple[GroupShape, GroupShape, GroupShape]:
@@ -199,6 +218,30 @@ def _data_seconds(
             edge = f"{name}_edge"
             total[edge] = max(total[edge], value) if index == 0 or not total[edge] else total[edge]
     return DataSeconds(**total)
+
+
+def _stage_seconds(
+    pricer: Pricer,
+    layout: Layout,
+    units: StageUnits,
+    stage: int,
+    counts: Sequence[int],
+    zero: int,
+    shapes: tuple[GroupShape, GroupShape],
+) -> DataSeconds:
+    """Return the communication of one stage; experts that are spread have groups of their own."""
+    if not units.experts:
+        held = [(units.root[stage], 1), *zip(units.kinds, counts, strict=True)]
+        return _data_seconds(pricer, held, zero, *shapes)
+    held = [(units.root[stage], 1), *zip(units.rest, counts, strict=True)]
+    one = _data_seconds(pricer, held, zero, *shapes)
+    replicas, shards = expert_degrees(layout)
+    node, step = pricer.cluster.gpus_per_node, layout.tp * layout.ep
+    inner = strided_shape(shards if zero else replicas, step, node)
+    outer = strided_shape(replicas if zero else 1, step * shards, node)
+    other = _data_seconds(pricer, list(zip(units.experts, counts, strict=True)), zero, inner, outer)
+    sums = {n: getattr(one, n) + getattr(other, n) for n in _DATA if not n.endswith("_edge")}
+    return replace(one, **sums)
 
 
 def _exposed(rates_overlap: bool, seconds: Floats, window: Floats, edge: Floats) -> Floats:
@@ -326,6 +369,8 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
         tied = np.array([_tied_seconds(pricer, layout) for layout in layouts])
     update = _optimizer(pricer, table)
     optimizer = update.max(axis=1)
+    travel = _travel(pricer, layouts, table, update)
+    offload = travel.max(axis=1)
     other = _other(pricer, layouts) + tied
     makespan = pipeline_seconds(forward, backward, send, m, depth, gpipe)
     shared = _shared(pricer, layouts, m, forward, backward, send)
@@ -344,9 +389,10 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
             busy[r] = max(clock.busy_s)
             owed[r] = over_ranks(once[r], schedule).max()
             optimizer[r] = over_ranks(update[r], schedule).max()
+            offload[r] = over_ranks(travel[r], schedule).max()
             held = peak_memory(rank_load(load, r, schedule, clock), outside[r : r + 1])
             peak[r] = held["peak"].max()
-    step = makespan * shared + owed + optimizer + other
+    step = makespan * shared + owed + optimizer + offload + other
     return Columns(
         layouts=tuple(layouts),
         cuts=tuple(cuts),
@@ -364,6 +410,7 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
         hidden=(total_data - data) * present,
         send=send,
         optimizer=optimizer,
+        offload=offload,
         other=other,
         memory=memory,
         load=load,
@@ -423,7 +470,8 @@ def rank_load(load: StageLoad, row: int, schedule: Schedule, clock: Clock) -> St
     return replace(
         load,
         zero=largest(load.zero),
-        shards=largest(load.shards),
+        resting=added(load.resting),
+        trainable_resting=added(load.trainable_resting),
         micro_batches=largest(load.micro_batches),
         in_flight=np.array([[float(n) for n in clock.peak_in_flight]]),
         losses=losses[None, :],
@@ -447,6 +495,7 @@ def rank_load(load: StageLoad, row: int, schedule: Schedule, clock: Clock) -> St
         compute=largest(load.compute),
         reduce=largest(load.reduce),
         autocast=largest(load.autocast),
+        away=largest(load.away),
     )
 
 
@@ -492,10 +541,7 @@ def _table(
             row = [int(n) for n in kinds[s]]
             held = [(units.root[s], 1), *zip(units.kinds, row, strict=True)]
             here = [u for u, n in held[1:] if n]
-            sums = {
-                name: sum(getattr(u, name) * n for u, n in held)
-                for name in ("full", "trainable", "matmul", "trainable_tensors")
-            }
+            sums = {name: sum(getattr(u, name) * n for u, n in held) for name in _SUMMED}
             sizes = {
                 **sums,
                 "largest": max(u.largest for u, n in held if n),
@@ -506,11 +552,10 @@ def _table(
             }
             slot = (units.root[s], tuple(row))
             if slot not in known:
-                known[slot] = _data_seconds(pricer, held, stage_zero, shards, copies)
+                known[slot] = _stage_seconds(pricer, layout, units, s, row, stage_zero, (shards, copies))
             sizes |= {name: getattr(known[slot], name) for name in _DATA}
-            sizes["shards"] = float(layout.shard if stage_zero else 1)
         else:
-            sizes = dict.fromkeys(out, 0.0) | {"shards": 1.0}
+            sizes = dict.fromkeys(out, 0.0)
         for name, value in sizes.items():
             out.setdefault(name, []).append(value)
     return out
@@ -551,7 +596,8 @@ def _load(
     boundary = wide(piped * message) * ((1.0 - first) * 2.0 * wide(m) + (1.0 - last) * (wide(m) + in_flight))
     return StageLoad(
         zero=wide(zero),
-        shards=np.maximum(table["shards"], 1.0),
+        resting=table["resting"],
+        trainable_resting=table["trainable_resting"],
         micro_batches=wide(m),
         in_flight=in_flight,
         full=table["full"],
@@ -575,6 +621,7 @@ def _load(
         compute=np.full(shape, float(COMPUTE_BYTES[pricer.precision])),
         reduce=np.full(shape, float(STATE_BYTES[pricer.precision])),
         autocast=wide(autocast),
+        away=wide(np.array([float(is_away(layout)) for layout in layouts])),
     )
 
 
@@ -586,13 +633,23 @@ def _outside(pricer: Pricer, layouts: Sequence[Layout]) -> Floats:
 def _optimizer(pricer: Pricer, table: dict[str, Floats]) -> Floats:
     """Return [layouts, stages] seconds of zeroing, norm, clip and AdamW on a rank's shard."""
     scale = pricer.state_bytes / 4.0
-    local = table["trainable"] / np.maximum(table["shards"], 1.0)
+    local = table["trainable_resting"]
     rates = pricer.rates
     measured = "optimizer_bytes_per_s" in pricer.cluster.measured
     adam = ADAM_PROBE_BYTES if measured else ADAM_BYTES
     out = local * scale * (adam / rates.optimizer_rate + NORM_BYTES / rates.copy_rate)
     tensor_s = rates.optimizer_tensor_s + (6.0 * rates.op_s if not rates.overlaps else rates.op_s)
     return out + table["trainable_tensors"] * tensor_s
+
+
+def _travel(pricer: Pricer, layouts: Sequence[Layout], table: dict[str, Floats], update: Floats) -> Floats:
+    """Return [layouts, stages] seconds that the update waits for state that comes from away."""
+    local = 2.0 * pricer.state_bytes * table["trainable_resting"]
+    rows = [
+        exposed_seconds(travel_seconds(layout, local[r], pricer.rates), update[r], pricer.rates)
+        for r, layout in enumerate(layouts)
+    ]
+    return np.stack(rows)
 
 
 def _other(pricer: Pricer, layouts: Sequence[Layout]) -> Floats:

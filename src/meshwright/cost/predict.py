@@ -15,6 +15,7 @@ from meshwright.cost.collective import Floats
 from meshwright.cost.fast import Columns, columns, contention, over_ranks, rank_load
 from meshwright.cost.memory import PEAK_SPREAD, memory_record, peak_memory
 from meshwright.cost.pieces import Pricer, make_pricer
+from meshwright.cost.shipped import cold_band
 from meshwright.layout.batch import Batch
 from meshwright.layout.layout import Layout
 from meshwright.layout.ranks import coordinates
@@ -25,9 +26,8 @@ from meshwright.schedule.clock import Clock, run_clock
 
 BAND_QUANTILE: Final = 1.2816
 """Standard deviations on each side of an 80 % band."""
-DATASHEET_SPREAD: Final = 0.25
 PROBED_SPREAD: Final = 0.12
-"""Standard deviation of the log of predicted over measured time (assumed until calibrated)."""
+"""Standard deviation of the log of predicted over measured time after a probe (assumed)."""
 OOM_GATE: Final = 0.01
 """A layout is said to fit when it runs out of memory with at most this probability."""
 MAX_RANK_RECORDS: Final = 64
@@ -111,6 +111,7 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
         pipeline=max(0.0, length - bare),
         bubble=max(0.0, bare - longest * scale),
         optimizer=float(cols.optimizer[0]),
+        offload=float(cols.offload[0]),
         other=float(cols.other[0]),
     )
     step_s = time.total
@@ -126,7 +127,7 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
         refuse(
             [problem("E408", where=f"device {pricer.cluster.device.name}", found=f"{mfu:.1f} % of the peak")]
         )
-    spread = PROBED_SPREAD if pricer.cluster.measured else DATASHEET_SPREAD
+    spread = PROBED_SPREAD if pricer.cluster.measured else cold_band() / BAND_QUANTILE
     memory = pricer.cluster.device.memory
     sources = (
         *pricer.rates.sources,

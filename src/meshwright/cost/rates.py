@@ -9,16 +9,16 @@ from typing import Final
 
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.cluster.spec import ClusterSpec
+from meshwright.cost.kernels import attention_share, generation, wave_factor
+from meshwright.cost.shipped import factors
+from meshwright.cost.shipped import source as shipped_source
 
-HALF_SHAPE: Final = 96.0
-"""Size of a matmul's dim at which half of the ceiling is lost on a GPU (assumed until calibrated)."""
+MOST_WAVES: Final = 4.0
+"""A product has at most this loss to whole waves: small ones run on smaller tiles."""
+ELEMENT_BYTES: Final = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
 
-ATTENTION_FORWARD_SHARE: Final = 0.60
-ATTENTION_BACKWARD_SHARE: Final = 0.45
-"""Share of the matmul ceiling that fused attention reaches (assumed until calibrated)."""
-
-MEMORY_SHARE: Final = 0.80
-"""Share of the datasheet's memory rate that elementwise kernels reach (assumed until calibrated)."""
+RUNTIME_ATTENTION: Final = "fa2"
+"""The fused attention kernel that torch runs on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class DeviceRates:
         attention_forward: measured (batch * heads, seq, head_dim) to seconds per causal FLOP.
         copy_rate: bytes/s of elementwise kernels (bytes read + written).
         op_s: least seconds of one forward operation; ``backward_op_s`` of one in backward.
+        sustained: seconds of matmuls in long runs over those of short benchmarks, for the generations where it is known.
+        memory_rate, element_bytes: of operands that move through memory.
         overlaps: whether communication runs beside compute (not on a CPU, where both need the cores).
     """
 
@@ -65,6 +67,10 @@ class DeviceRates:
     optimizer_rate: float
     optimizer_tensor_s: float
     overlaps: bool
+    generation: str
+    sustained: float
+    memory_rate: float
+    element_bytes: float
     sources: tuple[str, ...]
 
     def matmul_s(self, m: float, k: float, n: float) -> float:
@@ -77,10 +83,13 @@ class DeviceRates:
         """Return the FLOP/s that an [m, k] x [k, n] matmul reaches."""
         if self.matmul_points:
             return _interpolate(self.matmul_points, (m, k, n))
-        share = 1.0
-        for size in (m, k, n):
-            share *= size / (size + HALF_SHAPE)
-        return self.matmul_peak * share
+        flops = 2.0 * m * k * n
+        known = factors()
+        waves = min(MOST_WAVES, wave_factor(m, n, 1.0, self.generation) - 1.0)
+        # FLOPs at the rate of long runs, whole waves of tiles, and the operands through memory
+        seconds = flops / self.matmul_peak * (known["matmul"] * self.sustained + known["waves"] * waves)
+        seconds += self.element_bytes * (m * k + k * n + m * n) / self.memory_rate * known["moved"]
+        return flops / seconds
 
     def attention_s(self, batch: float, heads: float, seq: float, head_dim: float) -> tuple[float, float]:
         """Return (forward, backward) seconds of causal attention of ``seq`` queries and keys."""
@@ -89,11 +98,11 @@ class DeviceRates:
             sizes = (batch * heads, seq, head_dim)
             forward = flops * _interpolate(self.attention_forward, sizes)
             return forward, flops * _interpolate(self.attention_backward, sizes)
+        ahead, behind = attention_share(RUNTIME_ATTENTION, self.generation, head_dim)
+        seconds = flops / self.matmul_peak * self.sustained
         # backward runs 5 matmuls where forward runs 2
-        return (
-            flops / (self.matmul_peak * ATTENTION_FORWARD_SHARE),
-            2.5 * flops / (self.matmul_peak * ATTENTION_BACKWARD_SHARE),
-        )
+        known = factors()
+        return seconds / ahead * known["attention_f"], 2.5 * seconds / behind * known["attention_b"]
 
 
 def attention_flops(batch: float, heads: float, seq: float, head_dim: float) -> float:
@@ -142,11 +151,8 @@ def device_rates(cluster: ClusterSpec, precision: str) -> DeviceRates:
     figures = {f"{precision} matmul": rate, "memory rate": device.memory_rate, "launch": device.launch_s}
     sources = [f"{name}: {f.source} ({f.kind})" for name, f in figures.items()]
     if not matmul:
-        sources.append(
-            f"matmul shapes lose n/(n+{HALF_SHAPE:.0f}) in each dim; attention at {ATTENTION_FORWARD_SHARE:.2f} and "
-            f"{ATTENTION_BACKWARD_SHARE:.2f} of matmul; elementwise at {MEMORY_SHARE:.2f} of memory (assumed)"
-        )
-    share = 1.0 if measured else MEMORY_SHARE
+        sources.append(f"matmul and attention shares, elementwise rate: {shipped_source()}")
+    share = 1.0 if measured else 1.0 / factors()["elementwise"]
     copy_rate = measured.get("elementwise_bytes_per_s", device.memory_rate.value * share)
     op_s = measured.get("op_s", device.launch_s.value)
     return DeviceRates(
@@ -161,6 +167,10 @@ def device_rates(cluster: ClusterSpec, precision: str) -> DeviceRates:
         optimizer_rate=measured.get("optimizer_bytes_per_s", copy_rate),
         optimizer_tensor_s=measured.get("optimizer_tensor_s", 0.0),
         overlaps=not device.is_cpu,
+        generation=generation(device.name),
+        sustained=factors()["blackwell"] if generation(device.name) == "blackwell" else 1.0,
+        memory_rate=device.memory_rate.value,
+        element_bytes=ELEMENT_BYTES.get(precision, 4.0),
         sources=tuple(sources),
     )
 

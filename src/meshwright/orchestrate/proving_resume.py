@@ -159,6 +159,7 @@ class _Setting:
             run_dir=home,
             stop_at=2 * self.steps,
             resume_from=source,
+            offload_dir=home / "offload",
             manifest={"plan": plan_to_dict(plan)},
         )
         try:
@@ -168,7 +169,7 @@ class _Setting:
                 _Work(task, kill_at),
                 timeout_s=TIMEOUT_S,
                 on_line=lambda line: None,
-                preload=("transformers",),
+                preload=("transformers",) if self.spec.adapter is None else ("transformers", "peft"),
             )
         except MeshwrightError as error:
             if kill_at is None or error.problems[0].code not in ("E510", "E511"):

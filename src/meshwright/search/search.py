@@ -13,6 +13,7 @@ from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
 from meshwright.base.records import Prediction
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.fast import Columns, columns
+from meshwright.cost.offload import is_away
 from meshwright.cost.pieces import STATE_BYTES, Pricer, make_pricer
 from meshwright.cost.predict import OOM_GATE, fits, oom_probability, predict_with
 from meshwright.cost.reason import binding, memory_sentence, time_sentence
@@ -218,11 +219,13 @@ def _within_bound(spec: ModelSpec, cluster: ClusterSpec, layouts: Sequence[Layou
     The bound is admissible: the largest stage holds at least the mean, and at least a third of that is sharded away.
     """
     capacity = cluster.device.memory.value
+    trained = spec.num_parameters
+    if spec.adapter is not None:
+        trained = sum(t.numel for t in spec.tensors() if t.role == "adapter")
     state = np.array(
         [
-            3.0
+            (spec.num_parameters + (0.0 if is_away(x) else 2.0 * trained))
             * STATE_BYTES[x.precision]
-            * spec.num_parameters
             / (x.tp * x.pp * x.ep * (x.shard if x.zero else 1))
             for x in layouts
         ]

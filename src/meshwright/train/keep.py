@@ -17,6 +17,7 @@ from meshwright.checkpoint.manifest import step_name, why_incomplete
 from meshwright.checkpoint.retain import Retention, retain
 from meshwright.checkpoint.save import capture
 from meshwright.checkpoint.state import Place
+from meshwright.train.offload import OffloadedAdamW
 from meshwright.train.optim import Rate
 from meshwright.train.randomness import SCHEME
 from meshwright.train.scale import LossScale
@@ -86,7 +87,8 @@ class Keeper:
         A checkpoint of this step that this run just wrote, or started from, is not written again.
 
         Raises:
-            MeshwrightError: E703, E704 and others of writing; of an earlier save that went on beside the training too.
+            MeshwrightError: E277 for offloaded state that is not what was written; E703, E704 and others of writing; of
+                an earlier save that went on beside the training too.
         """
         if self._started != step:
             run = self.task.run.run
@@ -96,6 +98,8 @@ class Keeper:
                 if self.rank == 0:
                     self.finished.append((step, retain(path.parent, rule)))
 
+            if isinstance(self.optimizer, OffloadedAdamW):
+                self.optimizer.verify()
             self._writer.start(
                 folder=self.folder,
                 step=step,
@@ -151,6 +155,8 @@ class Keeper:
             path=path, params=self.params, optimizer=self.optimizer, tied=self.tied, place=self.place
         )
         refuse(check_resumed(extra, self.task))
+        if isinstance(self.optimizer, OffloadedAdamW):
+            self.optimizer.seal()
         saved = extra["loss_scale"]
         self.scale.value, self.scale.good_steps = saved["value"], saved["good_steps"]
         self.scale.skipped_in_row = saved["skipped_in_row"]

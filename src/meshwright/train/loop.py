@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,13 @@ from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.base.records import MemoryBytes
 from meshwright.checkpoint.pieces import in_pieces
 from meshwright.checkpoint.state import Place
+from meshwright.layout.ranks import EXPERT_REPLICATE
 from meshwright.mesh.device_mesh import build_mesh
 from meshwright.mesh.env import RankFacts
 from meshwright.parallel.apply import ParallelModel, apply_plan, needs_tied_group
 from meshwright.parallel.placement import check_placement
 from meshwright.parallel.tied import local
-from meshwright.train.data import eval_batches, rank_batch
+from meshwright.train.data import RankBatch, eval_batches, rank_batch
 from meshwright.train.deterministic import deterministic
 from meshwright.train.guards import (
     Heartbeat,
@@ -36,7 +38,8 @@ from meshwright.train.guards import (
 from meshwright.train.keep import RESUMED, Keeper, check_resumed
 from meshwright.train.memory import resting_bytes, watch_step
 from meshwright.train.metrics import RunLog
-from meshwright.train.optim import Rate, build_optimizer
+from meshwright.train.offload import close_optimizer, make_optimizer
+from meshwright.train.optim import Rate
 from meshwright.train.randomness import StepRandom
 from meshwright.train.scale import LossScale, loss_scale_for
 from meshwright.train.step import StepResult, sum_over_world, train_step
@@ -52,6 +55,9 @@ MAX_SKIPS = 5
 """A run stops after this many skipped steps in a row (fp16: after its scale has had room to fall)."""
 
 MAX_SKIPS_FP16 = 20
+
+Batch: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+"""Input ids and labels, [accumulation, micro_batch, T] each, and positions of packed documents of the same shape."""
 
 
 def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
@@ -88,7 +94,14 @@ class _Session:
         self.random.attach(self.model)
         self.placement = check_placement(spec, view, self.model.params, self.model.stage_of)
         check_replicas(self.model)
-        self.optimizer = build_optimizer(self.model.trainable(), self.model.decays, run.optimizer)
+        self.optimizer = make_optimizer(
+            self.model.trainable(),
+            self.model.decays,
+            run.optimizer,
+            offload=plan.layout.offload,
+            folder=task.offload_dir,
+            rank=facts.rank,
+        )
         self.rate = Rate(
             name=run.schedule.name,
             peak=run.optimizer.lr,
@@ -111,7 +124,8 @@ class _Session:
         self.spikes = Spikes(run.guards.spike)
         self.stragglers = Stragglers(run.guards.straggler)
         self.heart = Heartbeat(task.run_dir, facts.rank, run.guards.heartbeat_s)
-        self.memory = MemoryBytes(**resting_bytes(self.model, self.optimizer))
+        rest = resting_bytes(self.model, self.optimizer)
+        self.memory = MemoryBytes(**{name: size for name, size in rest.items() if name != "offloaded"})
         self.times: list[float] = []
         self.phases: dict[str, list[float]] = {}
         self.covered, self.empty_in_row = False, 0
@@ -148,6 +162,7 @@ class _Session:
             self.facts.at(action="checkpoint")
             self.keeper.save(step, self.eval_loss if self._evaluated == step else None, wait=True)
             self._tell_saves()
+        close_optimizer(self.optimizer)
         self.log.event("end", step=step, loss=self.final_loss)
         self.log.close()
         return RankSummary(
@@ -171,25 +186,25 @@ class _Session:
         self.facts.at(step=step, action="data")
         self.heart.beat(step, "data")
         begin = time.perf_counter()
-        inputs, labels = _batch(self.task, self.model, step)
+        batch = _batch(self.task, self.model, step)
         data_s = time.perf_counter() - begin
         traced = step == self.done + MEMORY_STEP or (
             step == self.task.stop_at and step < self.done + MEMORY_STEP
         )
-        result = self._update(step, inputs, labels, traced)
+        result = self._update(step, batch, traced)
         while result.asked:
             asked = self.watch.agree(self.model.view)
             if asked.stop:
                 return asked.stop
             if asked.save:
                 self._save(step - 1, wait=True)
-            result = self._update(step, inputs, labels, traced)
+            result = self._update(step, batch, traced)
         elapsed = time.perf_counter() - begin
         self.empty_in_row = self.empty_in_row + 1 if result.valid_tokens == 0 else 0
         if result.valid_tokens and not self.covered:
             _check_coverage(self.model)
             self.covered = True
-        self._guard(step, result, inputs, labels, data_s)
+        self._guard(step, result, batch, data_s)
         if (
             not traced and step > self.done + 1
         ):  # the first step warms up, the traced one is slowed by tracing
@@ -201,13 +216,15 @@ class _Session:
         self._after(step, record)
         return ""
 
-    def _update(self, step: int, inputs: Tensor, labels: Tensor, traced: bool) -> StepResult:
+    def _update(self, step: int, batch: Batch, traced: bool) -> StepResult:
+        inputs, labels, positions = batch
         self.random.begin(step)
         arguments: dict[str, Any] = {
             "step": step,
             "rate": self.rate,
             "max_norm": self.task.run.clip.max_norm,
             "scale": self.scale,
+            "positions_ABT": positions,
             "ask": self.watch.asks,
         }
         if not traced:
@@ -218,7 +235,7 @@ class _Session:
             self.memory = counter.memory()
         return result
 
-    def _guard(self, step: int, result: StepResult, inputs: Tensor, labels: Tensor, data_s: float) -> None:
+    def _guard(self, step: int, result: StepResult, batch: Batch, data_s: float) -> None:
         """Judge the step by its numbers, and the ranks by theirs."""
         guards = self.task.run.guards
         if result.skipped:
@@ -229,7 +246,9 @@ class _Session:
             def again() -> None:
                 self.random.begin(step)
                 self.model.zero_grad()
-                self.model.forward_backward(inputs, labels, result.loss_scale / result.valid_tokens)
+                inputs, labels, positions = batch
+                scale = result.loss_scale / result.valid_tokens
+                self.model.forward_backward(inputs, labels, scale, positions)
                 self.model.finish_gradients()
 
             found = locate(self.model, again)
@@ -285,7 +304,8 @@ class _Session:
                 self.log.event("checkpoints removed", steps=removed)
 
 
-def _batch(task: TrainTask, model: ParallelModel, step: int) -> tuple[Tensor, Tensor]:
+def _batch(task: TrainTask, model: ParallelModel, step: int) -> Batch:
+    """Return this rank's input ids, labels and, for packed documents, positions of one step."""
     batch, layout = task.plan.batch, task.plan.layout
     rows = rank_batch(
         task.data.train,
@@ -296,9 +316,18 @@ def _batch(task: TrainTask, model: ParallelModel, step: int) -> tuple[Tensor, Te
         dp=layout.dp,
         dp_rank=model.view.dp_rank,
         seed=task.run.run.seed,
+        end=task.data.end,
     )
-    device = model.view.device
-    return torch.from_numpy(rows.input_ids).to(device), torch.from_numpy(rows.labels).to(device)
+    return _on_device(rows, model)
+
+
+def _on_device(rows: RankBatch, model: ParallelModel) -> Batch:
+    device, positions = model.view.device, rows.positions
+    return (
+        torch.from_numpy(rows.input_ids).to(device),
+        torch.from_numpy(rows.labels).to(device),
+        None if positions is None else torch.from_numpy(positions).to(device),
+    )
 
 
 def evaluate(model: ParallelModel, task: TrainTask) -> float | None:
@@ -319,9 +348,7 @@ def evaluate(model: ParallelModel, task: TrainTask) -> float | None:
         max_samples=task.run.run.eval_batches * batch.global_batch,
     )
     for part in rows:
-        inputs = torch.from_numpy(part.input_ids).to(model.view.device)
-        labels = torch.from_numpy(part.labels).to(model.view.device)
-        total[0] += model.evaluate(inputs, labels)
+        total[0] += model.evaluate(*_on_device(part, model))
         if model.view.counts_batch:
             total[1] += part.valid_tokens
     loss_sum, valid = sum_over_world(total, model).tolist()
@@ -397,22 +424,28 @@ def _check_coverage(model: ParallelModel) -> None:
 def check_replicas(model: ParallelModel) -> None:
     """Refuse replicas that do not start equal.
 
-    Communication: one all_reduce of two sums per parameter unit on ``dp_replicate``.
+    Communication: two all_reduces of one sum per parameter on ``dp_replicate``, and of one per tensor of experts on
+    ``expert_replicate``.
     """
-    group = model.view.groups.get("dp_replicate")
-    if group is None:
-        return
-    sums = torch.stack([local(p.detach()).double().sum() for p in model.params.values()])
+    spread = model.experts.tensors if model.experts is not None else {}
+    for axis in ("dp_replicate", EXPERT_REPLICATE):
+        params = {n: p for n, p in model.params.items() if (n in spread) == (axis == EXPERT_REPLICATE)}
+        if axis in model.view.groups and params:
+            _refuse_unequal(params, model.view.groups[axis], axis)
+
+
+def _refuse_unequal(params: Mapping[str, Tensor], group: dist.ProcessGroup, axis: str) -> None:
+    sums = torch.stack([local(p.detach()).double().sum() for p in params.values()])
     high, low = sums.clone(), sums.clone()
     dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
     dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
-    differ = [n for n, a, b in zip(model.params, high.tolist(), low.tolist(), strict=True) if a != b]
+    differ = [n for n, a, b in zip(params, high.tolist(), low.tolist(), strict=True) if a != b]
     if differ:
         raise MeshwrightError(
             problem(
                 "E550",
                 where="start",
-                found=f"{len(differ)} tensors differ over dp_replicate: " + ", ".join(differ[:5]),
+                found=f"{len(differ)} tensors differ over {axis}: " + ", ".join(differ[:5]),
             )
         )
 
@@ -424,13 +457,12 @@ def _tied_names(task: TrainTask, model: ParallelModel) -> dict[str, str]:
 
 
 def _placing(model: ParallelModel) -> Place | None:
-    """Return how a checkpoint places what the tensor axis cut, or None where it cuts nothing."""
-    axis = model.tensor
-    if axis is None:
+    """Return how a checkpoint places what the tensor and expert axes cut, or None where they cut nothing."""
+    if model.tensor is None and model.experts is None:
         return None
 
     def place(name: str, tensor: Tensor) -> Tensor:
-        where = axis.place_of(name)
-        return tensor if where is None else in_pieces(tensor, *where)
+        where = model.place_of(name)
+        return tensor if where is None else in_pieces(tensor, *where[0], row=where[1])
 
     return place

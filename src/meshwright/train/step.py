@@ -68,6 +68,7 @@ def train_step(
     rate: Rate,
     max_norm: float | None,
     scale: LossScale,
+    positions_ABT: Tensor | None = None,
     on_gradients: Callable[[ParallelModel], None] | None = None,
     ask: bool = False,
 ) -> StepResult:
@@ -82,6 +83,8 @@ def train_step(
         rate: learning-rate schedule.
         max_norm: clip the gradient norm to this; None clips nothing.
         scale: loss scale, updated in place.
+        positions_ABT: positions that begin again with each packed document, [accumulation, micro_batch, T]; None
+            where a row is one document.
         on_gradients: called with the finished gradients before they are clipped (still times the loss scale).
         ask: this rank was asked to stop or to save; all ranks learn of it with the count, and none computes.
     """
@@ -119,7 +122,7 @@ def train_step(
         batch.global_batch, batch.micro_batch, batch.accumulation, batch.dp, model.view.dp_rank
     )
     model.begin_step(step, torch.from_numpy(rows_AB))
-    loss_sum = model.forward_backward(inputs_ABT, labels_ABT, scale.value / valid)
+    loss_sum = model.forward_backward(inputs_ABT, labels_ABT, scale.value / valid, positions_ABT)
     marks.append(time.perf_counter())
     model.finish_gradients()
     marks.append(time.perf_counter())

@@ -25,6 +25,7 @@ class TrainTask:
         weights: pretrained weights by logical name, or None for fresh ones drawn from the seed.
         stop_at: last global step of this session (the rate's horizon stays ``run.run.steps``).
         resume_from: checkpoint to start from, or None.
+        offload_dir: where state that is offloaded to files goes.
         manifest: facts that a checkpoint's manifest keeps (plan, versions).
     """
 
@@ -36,6 +37,7 @@ class TrainTask:
     stop_at: int
     resume_from: Path | None = None
     weights: Mapping[str, Tensor] | None = None
+    offload_dir: Path | None = None
     manifest: dict[str, Any] = field(default_factory=dict[str, Any])
 
 

@@ -1,0 +1,90 @@
+"""What kernels reach: shares of matmul and memory rates, per kernel and device generation, and their shape effects.
+
+These are priors from published kernel benchmarks; a calibration multiplies them. ``plan`` and ``backtest`` price
+with the same functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+GENERATIONS: Final[tuple[tuple[str, str], ...]] = (
+    ("V100", "volta"),
+    ("A100", "ampere"),
+    ("A800", "ampere"),
+    ("A10G", "ampere"),
+    ("A30", "ampere"),
+    ("A40", "ampere"),
+    ("A6000", "ampere"),
+    ("3090", "ampere"),
+    ("4090", "ada"),
+    ("L40", "ada"),
+    ("L20", "ada"),
+    ("L4", "ada"),
+    ("GB200", "blackwell"),
+    ("GB300", "blackwell"),
+    ("B200", "blackwell"),
+    ("B300", "blackwell"),
+    ("H100", "hopper"),
+    ("H200", "hopper"),
+    ("GH200", "hopper"),
+    ("H800", "hopper"),
+    ("H20", "hopper"),
+    ("MI", "cdna"),
+)
+"""Part of a device's name, and its generation."""
+
+ATTENTION_SHARE: Final[Mapping[tuple[str, str], tuple[float, float]]] = {
+    ("fa1", "ampere"): (0.45, 0.36),
+    ("triton", "ampere"): (0.52, 0.42),
+    ("fa2", "ampere"): (0.70, 0.60),
+    ("cudnn", "ampere"): (0.70, 0.60),
+    ("fa1", "hopper"): (0.25, 0.20),
+    ("triton", "hopper"): (0.35, 0.25),
+    ("fa2", "hopper"): (0.48, 0.40),
+    ("fa3", "hopper"): (0.72, 0.58),
+    ("cudnn", "hopper"): (0.70, 0.56),
+    ("fa2", "blackwell"): (0.24, 0.20),
+    ("cudnn", "blackwell"): (0.72, 0.60),
+}
+"""Shares of the device's measured matmul ceiling that causal attention reaches, forward and backward, at head size 128.
+FlashAttention-1, -2, -3 and cuDNN papers and pages: A100 about 190 and 165 TFLOP/s (v2), H100 about 370 and 330 (v2),
+570 and 460 (v3), B200 about 1150 and 870 (cuDNN)."""
+
+UNFUSED_SHARE: Final = 0.80
+"""Share of the ceiling of the two batched products of attention that keeps its scores in memory."""
+
+MULTIPROCESSORS: Final[Mapping[str, int]] = {
+    "volta": 80,
+    "ampere": 108,
+    "hopper": 132,
+    "blackwell": 148,
+    "ada": 142,
+}
+"""Multiprocessors of the largest common device of a generation; tiles of a product are dealt out over them."""
+TILE: Final = (128.0, 256.0)
+
+
+def attention_share(kernel: str, generation: str, head_dim: float) -> tuple[float, float]:
+    """Return (forward, backward) shares of the matmul ceiling; heads narrower than 128 lose a sixth per halving."""
+    known = ATTENTION_SHARE
+    pair = known.get((kernel, generation)) or known.get((kernel, "ampere")) or known["fa2", "ampere"]
+    narrow = min(1.0, head_dim / 128.0) ** 0.25
+    return pair[0] * narrow, pair[1] * narrow
+
+
+def wave_factor(m: float, n: float, count: float, generation: str) -> float:
+    """Return the factor by which whole waves of tiles lengthen ``count`` products with [m, n] outputs."""
+    processors = MULTIPROCESSORS.get(generation, 108)
+    tiles = math.ceil(m / TILE[0]) * math.ceil(n / TILE[1]) * max(1.0, count)
+    exact = m / TILE[0] * n / TILE[1] * max(1.0, count)
+    waves = tiles / processors
+    return math.ceil(waves) * processors / exact if exact > 0 else 1.0
+
+
+def generation(gpu: str) -> str:
+    """Return the generation of a device by its name ("ampere", "hopper", ...), or "other"."""
+    names = sorted(GENERATIONS, key=lambda pair: -len(pair[0]))
+    return next((name for part, name in names if part in gpu), "other")
