@@ -33,7 +33,7 @@ BLOCK_KEYS: Final = (
 """Columns that the work of a block and of the embedding depends on; the head's also on ``loss``."""
 UNIT_KEYS: Final = ("tp", "ep", "dp", "cp", "order", "shard", "plain")
 """Columns that the sizes and the data-parallel communication of units depend on, beside the pipeline degree."""
-SEND_KEYS: Final = ("tp", "cp", "dp", "order", "micro_batch", "plain")
+SEND_KEYS: Final = ("tp", "sp", "cp", "cp_style", "dp", "order", "micro_batch", "plain")
 TIED_KEYS: Final = ("tp", "dp", "cp", "zero", "shard", "order", "schedule")
 WORK: Final = tuple(f.name for f in fields(Work) if f.name != "flops")
 SIZES: Final = tuple(f.name for f in fields(UnitSize))
