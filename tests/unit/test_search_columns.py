@@ -180,6 +180,7 @@ def every_layout(spec: ModelSpec, cluster: ClusterSpec, seq_len: int, batch: int
                 "loss": loss,
                 "sp": sp,
             }
+            named["zero"] = zero
             if any(pins.get(k, v) != v for k, v in named.items()):
                 continue
             m = batch // dp // micro
@@ -209,7 +210,8 @@ BRUTE = [
         marks=pytest.mark.slow,
     ),
     pytest.param(
-        *("mixtral-8x7b", "a100-80gb-x8", 64, 1024, 32, "micro_batch=1,recompute=none,loss=parallel,cp=2", True),
+        *("mixtral-8x7b", "a100-80gb-x8", 64, 1024, 32),
+        *("micro_batch=1,recompute=none,loss=parallel,cp=2,sp=on,zero=1,schedule=interleaved", True),
         marks=pytest.mark.slow,
     ),
     pytest.param(
