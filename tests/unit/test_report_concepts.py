@@ -27,6 +27,7 @@ from meshwright.schedule.generate import generate
 DOCS = Path(__file__).parents[2] / "docs"
 CONCEPTS = sorted((DOCS / "concepts").glob("*.md"))
 NAMES = (
+    "context-parallel",
     "cost-model",
     "data-parallel",
     "decision-tree",

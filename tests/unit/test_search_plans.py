@@ -79,7 +79,7 @@ def test_a_context_axis_is_tried_where_sequences_are_long():
     short = search(LLAMA, A100, 1024, 64, top=50)
     assert {p.layout.cp for p in short.plans} == {1}
     long = search(LLAMA, A100, 16384, 8, top=50)
-    assert {p.layout.cp for p in long.plans} > {1}
+    assert {p.layout.cp for p in long.plans} - {1}
 
 
 def change(found: SearchResult) -> str:
