@@ -7,7 +7,9 @@ from typing import Any
 
 from meshwright.layout.parse import parse_layout
 from meshwright.mesh.env import RankFacts
+from meshwright.model.adapters import adapted
 from meshwright.model.read_hf import read_model, spec_from_config
+from meshwright.model.spec import AdapterSpec
 from meshwright.orchestrate.proving import DEFAULT_SEQ_LEN, ProofOptimizer, proof_plan, run_proof
 
 TINY = "recipes/models/tiny-llama"
@@ -40,6 +42,7 @@ def prove(
     precision: str = "fp64",
     global_batch: int | None = None,
     freeze: tuple[str, ...] = (),
+    adapter: AdapterSpec | None = None,
     valid: str = "unequal",
     seq_len: int = DEFAULT_SEQ_LEN,
     fault: Any = None,
@@ -48,6 +51,7 @@ def prove(
     simulated: bool = False,
 ) -> dict[str, Any]:
     spec = read_model(config) if isinstance(config, str) else spec_from_config(config, "small")
+    spec = adapted(spec, adapter)
     wanted = replace(parse_layout(layout), precision=precision)
     plan = proof_plan(
         spec, wanted, model_path="test", seq_len=seq_len, global_batch=global_batch, freeze=freeze

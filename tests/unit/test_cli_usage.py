@@ -100,7 +100,8 @@ def test_every_command_speaks_json() -> None:
         (["checkpoint", "merge", "d", "--out", "e"], "E900", "export"),
         (["checkpoint", "reshard", "d", "--layout", "dp=2"], "E900", "--resume"),
         ([*PLAN, "--try", "2"], "E900", "--steps"),
-        ([*PLAN, "--adapter", "lora:8"], "E900", ""),
+        ([*PLAN, "--adapter", "qlora:8"], "E272", ""),
+        ([*PLAN, "--adapter", "lora"], "E274", ""),
         (["train", "nowhere.yaml"], "E100", ""),
         (["inspect", "nowhere"], "E120", ""),
         (["explain", "E988"], "E455", ""),
@@ -272,7 +273,15 @@ def test_prove_answers_with_its_exit_code(
         "sentinel": {"factor": 2.0, "cause": "twice"},
         "ledger": {"matches": True},
         "placement": {"complete": True},
-        "ladder": [{"adds": "dp=2", "layout": "dp=2,precision=fp64", "passed": passed, "max_rel_diff": 0.5, "worst": None}],
+        "ladder": [
+            {
+                "adds": "dp=2",
+                "layout": "dp=2,precision=fp64",
+                "passed": passed,
+                "max_rel_diff": 0.5,
+                "worst": None,
+            }
+        ],
     }
     calls = Calls(monkeypatch, "meshwright.orchestrate.proving", "prove_command", result)
     args = ["prove", "--model", LLAMA, "--layout", "dp=2", "--freeze", "a", "--freeze", "b", "--tie"]

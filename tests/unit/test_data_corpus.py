@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem
 from meshwright.train.data import corpus as corpus_module
-from meshwright.train.data.corpus import PIECE_BYTES, Account, not_text, open_corpus
+from meshwright.train.data.corpus import open_corpus
+from meshwright.train.data.pieces import PIECE_BYTES, Account
 from meshwright.train.data.python_docs import python_docs, python_files
+from meshwright.train.data.texts import not_text
 
 pyarrow = pytest.importorskip("pyarrow")
 
@@ -301,7 +304,7 @@ def test_e616_damaged_files(tmp_path: Path) -> None:
 
 def test_e614_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_to_disk(tmp_path / "d", ["one"])
-    monkeypatch.setattr(corpus_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MeshwrightError) as caught:
         read(tmp_path / "d")
     assert caught.value.exit_code == ExitCode.ENVIRONMENT

@@ -147,10 +147,10 @@ def test_the_same_tokens_serve_another_seq_len_and_a_rank(corpus: Path, tmp_path
     data = prepare(corpus, tmp_path / "cache")
     longer = prepare(corpus, tmp_path / "cache", seq_len=32)
     assert longer.report["cached"]
-    assert longer.sample(0)[:17].tolist() == data.sample(0).tolist()
+    assert longer.train.sample(0)[:17].tolist() == data.train.sample(0).tolist()
     sent = pickle.loads(pickle.dumps(data))
     opened = open_tokens(data.folder, 16)
-    assert sent.sample(5).tolist() == opened.sample(5).tolist() == data.sample(5).tolist()
+    assert sent.train.sample(5).tolist() == opened.train.sample(5).tolist() == data.train.sample(5).tolist()
     assert opened.hash == data.hash
 
 

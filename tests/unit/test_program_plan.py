@@ -85,7 +85,7 @@ def test_warnings_are_kept() -> None:
 
 
 def test_everything_wrong_is_told_at_once() -> None:
-    found = refusal("dp=3,pp=9,zero=3,shard=2,offload=optimizer", 8)
+    found = refusal("dp=3,pp=9,zero=3,shard=2,offload=parameters", 8)
     assert set(found) == {"E220", "E211", "E213", "E251"}
 
 

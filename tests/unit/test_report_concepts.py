@@ -27,10 +27,13 @@ from meshwright.schedule.generate import generate
 DOCS = Path(__file__).parents[2] / "docs"
 CONCEPTS = sorted((DOCS / "concepts").glob("*.md"))
 NAMES = (
+    "adapters",
+    "compile",
     "context-parallel",
     "cost-model",
     "data-parallel",
     "decision-tree",
+    "offload",
     "pipeline",
     "plan-and-layout",
     "precision",

@@ -13,6 +13,7 @@ from meshwright.base.errors import MeshwrightError
 from meshwright.cluster.load import cluster_from_probe, read_cluster
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.bounds import chunks_held
+from meshwright.cost.fast import columns
 from meshwright.cost.pieces import Pricer, make_pricer
 from meshwright.cost.predict import fits, predict_with
 from meshwright.cost.replay import held_at_peak, makespans
@@ -25,6 +26,7 @@ from meshwright.layout.check import check, divisors
 from meshwright.layout.cut import resolve_cut
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout, written_keys
+from meshwright.model.adapters import adapted, parse_adapter
 from meshwright.model.read_hf import read_model
 from meshwright.model.spec import ModelSpec
 from meshwright.schedule.clock import run_clock
@@ -100,6 +102,57 @@ def test_the_fast_tier_never_exceeds_the_clock_and_holds_the_same_memory(
             assert priced.peak[i] == pytest.approx(one.peak_memory_bytes, rel=0.006), layout.text()
             gaps.append(1 - float(priced.least[i]) / one.step_time_s)
     print(f"{model}: bounds are {100 * np.mean(gaps):.1f} % below the clock on average")
+
+
+def named_model(text: str) -> ModelSpec:
+    """A model, with "+lora:RANK" for adapters on it."""
+    name, _, adapter = text.partition("+")
+    return adapted(read_model(name), parse_adapter(adapter) if adapter else None)
+
+
+PARTS = [
+    ("mixtral-8x7b", "aws-p4d", 32, "none"),
+    ("mixtral-8x7b", "aws-p4d", 32, "optimizer"),
+    ("deepseek-v2-lite", "h100-x8", 16, "none"),
+    ("llama-2-7b+lora:16", "a100-80gb-x8", 32, "none"),
+    ("smollm2-135m+lora:16", "a100-80gb-x8", 32, "optimizer-nvme"),
+    ("llama-2-7b", "a100-80gb-x8", 16, "optimizer"),
+    ("smollm2-135m", "probe", 2, "optimizer-nvme"),
+]
+
+
+@pytest.mark.parametrize(("model", "name", "gpus", "offload"), PARTS)
+def test_every_part_of_the_fast_tier_is_that_of_a_single_prediction(
+    model: str, name: str, gpus: int, offload: str
+):
+    spec = named_model(model)
+    cluster = cluster_from_probe(PROBE) if name == "probe" else read_cluster(name, gpus)
+    precision = "fp32" if name == "probe" else "bf16"
+    pricer = make_pricer(spec, cluster, 512, precision)
+    tables = make_tables(pricer)
+    seen: set[tuple[int, bool]] = set()
+    for group in drawn(spec, cluster, 512, 40, precision):
+        layouts = [replace(x, offload=offload) for x, _ in group]
+        batches = [b for _, b in group]
+        rows, slot = rows_of(layouts, batches), make_slot(pricer, layouts[0])
+        priced, floors = sweep(tables, rows, slot), block_floors(tables, rows, slot)
+        one = columns(pricer, layouts, batches)
+        stages = slot.num_stages
+        assert priced.forward[:, slot.run_of] == pytest.approx(one.forward[:, :stages], rel=1e-9)
+        assert priced.backward[:, slot.run_of] == pytest.approx(one.backward[:, :stages], rel=1e-9)
+        assert priced.send == pytest.approx(one.send, rel=1e-9)
+        for field in ("resting", "trainable_resting", "away", "block", "tensor", "cast"):
+            got = getattr(priced.load, field)[:, slot.run_of]
+            assert got == pytest.approx(getattr(one.load, field)[:, :stages], rel=1e-9), field
+        if slot.chunks == 1:
+            rest = one.once.max(axis=1) + one.optimizer + one.offload + one.other
+            assert priced.rest == pytest.approx(rest, rel=1e-9)
+        assert (floors[0] <= one.step * (1 + 1e-9)).all()
+        seen |= {(x.ep, x.zero > 0) for x in layouts}
+    if spec.moe is not None:
+        assert len({ep for ep, zero in seen if zero}) > 2
+        assert any(ep > 1 and not zero for ep, zero in seen)
+    assert offload == "none" or (priced.load.away == 1).all()
 
 
 def _sparest(layout: Layout) -> Layout:
@@ -191,7 +244,7 @@ def every_layout(spec: ModelSpec, cluster: ClusterSpec, seq_len: int, batch: int
                 layout = Layout(
                     dp=dp, zero=zero, shard=shard, tp=tp, sp=sp, pp=pp, chunks=chunks, order=order, loss=loss,
                     kv_heads=kv, schedule=schedule, cp=cp, cp_style=style, ep=ep, micro_batch=micro,
-                    recompute=recompute,
+                    recompute=recompute, offload=str(pins.get("offload", "none")),
                 )  # fmt: skip
                 found = derive_batch(layout, batch, seq_len)
                 yield layout, found
@@ -204,6 +257,9 @@ BRUTE = [
         *("mixtral-8x7b", "a100-80gb-x8", 64, 1024, 32),
         *("micro_batch=1,recompute=none,loss=parallel,schedule=1f1b,cp=2,pp=2,sp=on", True),
     ),
+    ("mixtral-8x7b", "a100-80gb-x8", 32, 2048, 32, "micro_batch=1,recompute=full,loss=chunked,schedule=1f1b,sp=on,pp=4,cp=1", False),
+    ("llama-2-7b+lora:16", "a100-40gb-x8", 8, 2048, 32, "micro_batch=1,recompute=none,loss=chunked,sp=on", False),
+    ("llama-2-7b", "a100-40gb-x8", 8, 2048, 32, "micro_batch=1,recompute=none,loss=chunked,sp=on,cp=1,offload=optimizer", False),
     pytest.param(
         *("mixtral-8x7b", "a100-80gb-x8", 32, 2048, 32),
         *("micro_batch=2,recompute=full,loss=chunked,schedule=zbv,sp=on,cp=1", True),
@@ -232,7 +288,7 @@ def test_the_search_equals_trying_every_layout(
     unbuilt: bool,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    spec, cluster = read_model(model), read_cluster(name, gpus)
+    spec, cluster = named_model(model), read_cluster(name, gpus)
     parsed = parse_layout(fix)
     pins = {k: getattr(parsed, k) for k in written_keys(fix)}
     pricer = make_pricer(spec, cluster, seq_len, "bf16")
@@ -280,10 +336,15 @@ def test_the_search_equals_trying_every_layout(
         ("qwen2.5-0.5b", 8, 1000, 24, "recompute=selective,micro_batch=1", True),
         ("qwen2.5-0.5b", 8, 1000, 24, "micro_batch=1", False),
         ("mixtral-8x7b", 16, 1020, 16, "recompute=none,loss=eager,schedule=1f1b", True),
+        ("mixtral-8x7b", 16, 2048, 16, "recompute=none,loss=eager,schedule=1f1b", False),
+        ("mixtral-8x7b", 16, 2048, 16, "loss=eager,schedule=1f1b,cp=2,micro_batch=1,pp=1", False),
+        ("deepseek-v2-lite", 16, 2048, 16, "loss=eager,schedule=1f1b,micro_batch=1", False),
+        ("llama-2-13b+lora:16", 16, 2048, 48, "recompute=full,loss=eager,schedule=1f1b", False),
+        ("mixtral-8x7b+lora:8", 16, 2048, 16, "recompute=full,loss=eager,micro_batch=1,schedule=1f1b", True),
     ],
 )
 def test_the_masks_are_the_rules(model: str, gpus: int, seq_len: int, batch: int, fix: str, unbuilt: bool):
-    spec, cluster = read_model(model), read_cluster("a100-40gb-x8", gpus)
+    spec, cluster = named_model(model), read_cluster("a100-40gb-x8", gpus)
     parsed = parse_layout(fix)
     pins = {k: getattr(parsed, k) for k in written_keys(fix)}
     legal = refused = 0

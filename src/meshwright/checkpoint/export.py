@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +24,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem, refuse
+from meshwright.checkpoint.adapter import (
+    adapted_spec,
+    adapter_of,
+    export_adapter,
+    load_adapted,
+    load_base,
+    merged,
+)
 from meshwright.checkpoint.inspect import find_checkpoint
-from meshwright.checkpoint.load import load_checkpoint, stored_tensors
+from meshwright.checkpoint.load import stored_tensors
 from meshwright.checkpoint.manifest import (
     MODEL,
     damage_problem,
@@ -120,8 +129,12 @@ def export_hf(
     *,
     dtype: torch.dtype | str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    merge: bool = False,
 ) -> dict[str, Any]:
     """Write the parameters of ``checkpoint`` as a Hugging Face folder ``out``; return what was written.
+
+    A checkpoint of an adapter becomes a folder as peft writes it, or with ``merge`` the whole model with the
+    adapter added to its weights.
 
     The folder has config.json with the dtype of the tensors, one or more safetensors files and, when the run's
     tokenizer is still where the manifest says, the tokenizer; it gets its name when everything is written.
@@ -132,6 +145,7 @@ def export_hf(
         out: a folder that does not exist yet or is empty.
         dtype: what the tensors are cast to; None keeps the stored dtype.
         max_shard_bytes: bytes of tensors in one file.
+        merge: add an adapter to the weights.
 
     Raises:
         MeshwrightError: E701, E702, E709, E710, E711 as in loading; E712 ``out`` is not empty, E713 no model
@@ -143,8 +157,10 @@ def export_hf(
     config = model_config(checkpoint, manifest)
     refuse([damage_problem(checkpoint, d) for d in find_damage(checkpoint, manifest["files"])])
     index = read_index(checkpoint)
-    spec = spec_from_config(config, name=str(config.get("model_type", "")), source=str(checkpoint))
+    spec = adapted_spec(checkpoint, config, adapter_of(manifest))
     kind = _target_dtype(index, dtype)
+    if spec.adapter is not None and not merge:
+        return export_adapter(checkpoint, out, config, kind)
     skeleton = _meta_model(config)
     names = _names(checkpoint, index, spec, skeleton)
     temporary = out.with_name(f".{out.name}.tmp-{uuid.uuid4().hex[:12]}")
@@ -153,7 +169,10 @@ def export_hf(
         temporary.mkdir()
         shards = _Shards(temporary, max_shard_bytes)
         for block in _blocks(names):
-            tensors = {name: read_tensor(checkpoint, index, f"{MODEL}{name}").to(kind) for name in block}
+            tensors = {name: read_tensor(checkpoint, index, f"{MODEL}{name}") for name in block}
+            if spec.adapter is not None:
+                tensors = merged(checkpoint, index, spec, tensors)
+            tensors = {name: tensor.to(kind) for name, tensor in tensors.items()}
             shards.add(_hub_tensors(skeleton, tensors))
         files = shards.finish()
         architectures = [type(skeleton).__name__]
@@ -187,7 +206,7 @@ def export_hf(
 
 
 def export_command(
-    dir: str, out: str, check_logits: bool = False, dtype: str | None = None
+    dir: str, out: str, check_logits: bool = False, dtype: str | None = None, merge: bool = False
 ) -> dict[str, Any]:
     """Export the checkpoint at ``dir`` (or the newest of a run folder) to ``out``; with ``check_logits`` prove it.
 
@@ -195,7 +214,7 @@ def export_command(
         MeshwrightError: what ``export_hf`` and ``compare_logits`` raise.
     """
     checkpoint = find_checkpoint(Path(dir))
-    done = export_hf(checkpoint, Path(out), dtype=dtype)
+    done = export_hf(checkpoint, Path(out), dtype=dtype, merge=merge)
     if check_logits:
         done["check_logits"] = compare_logits(checkpoint, Path(out))
     return done
@@ -217,10 +236,8 @@ def compare_logits(checkpoint: Path, out: Path, *, seq_len: int = 32) -> dict[st
     options: dict[str, Any] = {}
     if spec_from_config(config, name="", source=str(checkpoint)).moe is not None:
         options["experts_implementation"] = "eager"  # the fused kernels take neither float64 nor every size
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        out, output_loading_info=True, local_files_only=True, **options
-    )
-    reloaded, info = loaded
+    spec = adapted_spec(checkpoint, config, adapter_of(manifest))
+    reloaded, info = _reloaded(checkpoint, out, config, options)
     kind = next(reloaded.parameters()).dtype
     wrong = {k: sorted(map(str, v)) for k, v in info.items() if v}
     if wrong:
@@ -231,9 +248,8 @@ def compare_logits(checkpoint: Path, out: Path, *, seq_len: int = 32) -> dict[st
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(config["model_type"], **_arguments(config)), dtype=torch.float32, **options
     )
-    params = dict(model.named_parameters())
     _cast(model, next(e.properties.dtype for k, e in stored.items() if k.startswith(MODEL)))
-    load_checkpoint(path=checkpoint, params=params, optimizer=None, tied={}, verify=False)
+    load_adapted(checkpoint, model, spec)
     _cast(model, kind)
     generator = torch.Generator().manual_seed(0)
     vocab = model.get_input_embeddings().weight.shape[0]
@@ -260,6 +276,34 @@ def compare_logits(checkpoint: Path, out: Path, *, seq_len: int = 32) -> dict[st
             ExitCode.NO,
         )
     return answer
+
+
+def _reloaded(
+    checkpoint: Path, out: Path, config: Mapping[str, Any], options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Return the model that the files of ``out`` make, and what was wrong with them, as their library reports it.
+
+    For an adapter the model below it, of the checkpoint, with the files of ``out`` read by peft.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not (out / "adapter_config.json").is_file():
+        return AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportReturnType]
+            out, output_loading_info=True, local_files_only=True, **options
+        )
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(config["model_type"], **_arguments(config)), dtype=torch.float32, **options
+    )
+    stored = stored_tensors(read_index(checkpoint))
+    _cast(base, next(e.properties.dtype for k, e in stored.items() if k.startswith(MODEL)))
+    load_base(checkpoint, base)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="`is_gradient_checkpointing` is deprecated"
+        )  # peft's own call
+        return PeftModel.from_pretrained(base, str(out), local_files_only=True), {}
 
 
 def model_config(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,7 +364,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _names(checkpoint: Path, index: Metadata, spec: ModelSpec, skeleton: nn.Module) -> list[str]:
     """Return the model's tensors in module order, every one of which the checkpoint must have in its shape."""
+    factors = {t.name for t in spec.tensors() if t.role == "adapter"}
     stored = {k.removeprefix(MODEL): e for k, e in stored_tensors(index).items() if k.startswith(MODEL)}
+    stored = {name: entry for name, entry in stored.items() if name not in factors}
     tied = {t.name for t in spec.tensors() if t.tied_to is not None}
     wanted = {n: tuple(t.shape) for n, t in skeleton.state_dict().items() if n not in tied}
     faults = [

@@ -66,7 +66,9 @@ class Pieces(Tensor):
         return next(piece for at, piece in self.pieces if torch.Size(at) == index.offset)
 
 
-def in_pieces(tensor: Tensor, shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> Pieces:
+def in_pieces(
+    tensor: Tensor, shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]], *, row: int = 0
+) -> Pieces:
     """Return a rank's ``tensor`` at its place in the logical tensor of ``shape``.
 
     Args:
@@ -74,6 +76,7 @@ def in_pieces(tensor: Tensor, shape: Sequence[int], dim: int, ranges: Sequence[t
         shape: sizes of the logical tensor.
         dim: the dim that is cut.
         ranges: (start, size) of each part along ``dim`` of the logical tensor.
+        row: the logical row at which ``tensor`` begins, where rows are cut beside ``dim`` (experts).
     """
     local, first = tensor, 0
     if isinstance(tensor, DTensor):
@@ -88,7 +91,7 @@ def in_pieces(tensor: Tensor, shape: Sequence[int], dim: int, ranges: Sequence[t
             offsets[0] = start + low - at
         else:
             piece = local.narrow(dim, at, size)
-            offsets[0], offsets[dim] = first, start
+            offsets[0], offsets[dim] = row + first, start
         if piece.numel():
             pieces.append((tuple(offsets), piece))
         at += size

@@ -67,14 +67,18 @@ def export(
     folder: Folder,
     out: Annotated[str, typer.Option("--out", metavar="DIR", help="Folder to write.", show_default=False)],
     check_logits: Annotated[
-        bool, typer.Option("--check-logits", help="Reload with transformers and compare the logits.")
+        bool,
+        typer.Option("--check-logits", help="Reload with transformers (or peft) and compare the logits."),
+    ] = False,
+    merge_adapter: Annotated[
+        bool, typer.Option("--merge-adapter", help="Write the whole model, an adapter added to its weights.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint's weights as Hugging Face safetensors."""
+    """Write a checkpoint's weights as Hugging Face safetensors; an adapter's as a folder that peft loads."""
     from meshwright.checkpoint.export import export_command
 
-    result = export_command(folder, out, check_logits)
+    result = export_command(folder, out, check_logits, merge=merge_adapter)
     if as_json:
         show_json(result)
     else:

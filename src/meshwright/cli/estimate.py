@@ -9,7 +9,7 @@ import typer
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem, refuse
 from meshwright.cli.not_built import refuse_not_built
-from meshwright.cli.options import Cluster, Freeze, GlobalBatch, Gpus, Json, Model, SeqLen
+from meshwright.cli.options import Adapter, Cluster, Freeze, GlobalBatch, Gpus, Json, Model, SeqLen
 from meshwright.cli.output import show_json
 from meshwright.cli.plan_table import describe_item
 
@@ -27,6 +27,7 @@ def estimate(
     global_batch: GlobalBatch,
     gpus: Gpus = None,
     freeze: Freeze = None,
+    adapter: Adapter = None,
     exact: Annotated[bool, typer.Option("--exact", help="Trace on fake ranks (not built yet).")] = False,
     as_json: Json = False,
 ) -> None:
@@ -42,10 +43,11 @@ def estimate(
     from meshwright.cluster.load import read_cluster
     from meshwright.cost.estimate import estimate as price
     from meshwright.layout.parse import parse_layout
+    from meshwright.model.adapters import adapted, parse_adapter
     from meshwright.model.read_hf import read_model
     from meshwright.program.make import check_frozen
 
-    spec = read_model(model)
+    spec = adapted(read_model(model), parse_adapter(adapter) if adapter is not None else None)
     parsed = parse_layout(layout)
     refuse(check_frozen(spec, tuple(freeze or ())))
     machine = read_cluster(cluster, gpus or parsed.world_size)

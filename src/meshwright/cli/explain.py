@@ -9,7 +9,7 @@ import typer
 
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.cli.errors_page import all_markdown, page_json
-from meshwright.cli.options import Freeze, Json, MaybeGlobalBatch, MaybeLayout, MaybeSeqLen
+from meshwright.cli.options import Adapter, Freeze, Json, MaybeGlobalBatch, MaybeLayout, MaybeSeqLen
 from meshwright.cli.output import show_json
 from meshwright.cli.target import plan_of
 
@@ -29,6 +29,7 @@ def explain(
     seq_len: MaybeSeqLen = None,
     global_batch: MaybeGlobalBatch = None,
     freeze: Freeze = None,
+    adapter: Adapter = None,
     every_code: Annotated[bool, typer.Option("--all-markdown", hidden=True)] = False,
     as_json: Json = False,
 ) -> None:
@@ -51,6 +52,7 @@ def explain(
             "--seq-len": seq_len,
             "--global-batch": global_batch,
             "--freeze": freeze,
+            "--adapter": adapter,
         }
         given = [name for name, value in options.items() if value not in (None, [])]
         if given:
@@ -65,14 +67,14 @@ def explain(
         else:
             print(page)
         return
-    plan = plan_of(target, layout, seq_len, global_batch, tuple(freeze or ()))
+    plan = plan_of(target, layout, seq_len, global_batch, tuple(freeze or ()), adapter)
     if rank is None:
         do = f"add --rank N with N from 0 to {plan.world_size - 1}"
         raise MeshwrightError(problem("E862", where="meshwright explain", found="--rank is missing", do=do))
-    from meshwright.model.read_hf import spec_from_config
     from meshwright.program.explain import explain_rank
+    from meshwright.program.plan import plan_spec
 
-    spec = spec_from_config(plan.model_config, plan.model_name, plan.model_path)
+    spec = plan_spec(plan)
     text = explain_rank(plan, spec, rank, _gpus_per_node(plan))
     if as_json:
         show_json({"rank": rank, "world_size": plan.world_size, "plan_hash": plan.hash, "text": text})

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import typer
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
-from meshwright.cli import checkpoint, config_file, not_built
+from meshwright.cli import checkpoint, config_file, data, not_built
 from meshwright.cli.backtest import backtest
 from meshwright.cli.catalogues import clusters, models
 from meshwright.cli.estimate import estimate
@@ -79,6 +79,7 @@ for _name, _command, _short in (
     app.command(_name, short_help=_short)(_command)
 app.add_typer(config_file.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(data.app, name="data")
 for _name, _command in not_built.COMMANDS.items():
     app.command(_name, short_help="Not built yet.", context_settings=not_built.ANY_ARGUMENTS)(_command)
 

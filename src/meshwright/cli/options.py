@@ -72,6 +72,12 @@ Freeze: TypeAlias = Annotated[
     list[str] | None,
     typer.Option("--freeze", metavar="PATTERN", help="Names of parameters that do not train (repeatable)."),
 ]
+Adapter: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter", metavar="lora:RANK[:ALPHA]", help="Train low-rank adapters in place of the model."
+    ),
+]
 Nproc: TypeAlias = Annotated[
     int | None, typer.Option("--nproc", min=1, metavar="N", help="Number of local ranks.")
 ]

@@ -10,7 +10,7 @@ import typer
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.base.units import format_seconds
 from meshwright.cli.not_built import refuse_not_built
-from meshwright.cli.options import Cluster, GlobalBatch, Gpus, Json, Model, SeqLen
+from meshwright.cli.options import Adapter, Cluster, GlobalBatch, Gpus, Json, Model, SeqLen
 from meshwright.cli.output import check_writable, show_json
 from meshwright.cli.plan_answers import (
     Request,
@@ -84,9 +84,7 @@ def plan(
         int | None,
         typer.Option("--try", min=1, metavar="K", help="Run the best K for a few steps (not built yet)."),
     ] = None,
-    adapter: Annotated[
-        str | None, typer.Option("--adapter", metavar="lora:RANK", help="Train an adapter (not built yet).")
-    ] = None,
+    adapter: Adapter = None,
     as_json: Json = False,
 ) -> None:
     """Find the best layouts; exit 1 with the nearest misses when nothing fits.
@@ -97,19 +95,16 @@ def plan(
         refuse_not_built(
             "meshwright plan --try", "run the best plan with meshwright train --plan plan.json --steps 5"
         )
-    if adapter is not None:
-        refuse_not_built(
-            "meshwright plan --adapter", "plan the full model, or freeze parameters in the run file"
-        )
     _same_precision(fix, precision)
     if out is not None:
         check_writable(out)
     from meshwright.cluster.load import read_cluster
     from meshwright.layout.parse import parse_layout
+    from meshwright.model.adapters import adapted, parse_adapter
     from meshwright.model.read_hf import read_model
     from meshwright.search.search import search
 
-    spec = read_model(model)
+    spec = adapted(read_model(model), parse_adapter(adapter) if adapter is not None else None)
     machine = read_cluster(cluster, gpus)
     request = Request(
         spec,

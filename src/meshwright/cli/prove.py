@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
-from meshwright.cli.options import Freeze, Json, MaybeGlobalBatch, MaybeLayout, MaybeSeqLen, Sets
+from meshwright.cli.options import Adapter, Freeze, Json, MaybeGlobalBatch, MaybeLayout, MaybeSeqLen, Sets
 from meshwright.cli.output import check_writable, show_json, show_line, show_warnings, table
 
 
@@ -44,6 +44,7 @@ def prove(
         Precision, typer.Option("--precision", help="Overrides the layout's precision.")
     ] = Precision.FP64,
     freeze: Freeze = None,
+    adapter: Adapter = None,
     tie: Annotated[bool, typer.Option("--tie", help="Tie the head to the embedding.")] = False,
     valid: Annotated[
         Valid, typer.Option("--valid", help="unequal: one micro-batch has no valid token at all.")
@@ -78,6 +79,7 @@ def prove(
         global_batch=global_batch,
         precision=precision.value,
         freeze=tuple(freeze or ()),
+        adapter=adapter,
         tie=tie,
         valid=valid.value,
         ladder=ladder,

@@ -89,10 +89,10 @@ def _clock(plan: Plan, schedule: Schedule, cluster: str | None) -> tuple[Clock, 
     from meshwright.cost.fast import columns
     from meshwright.cost.pieces import make_pricer
     from meshwright.cost.predict import check_world, rank_memory
-    from meshwright.model.read_hf import spec_from_config
+    from meshwright.program.plan import plan_spec
 
     check_world(plan.layout, machine)
-    spec = spec_from_config(plan.model_config, plan.model_name, plan.model_path)
+    spec = plan_spec(plan)
     pricer = make_pricer(spec, machine, plan.batch.seq_len, plan.layout.precision, plan.frozen)
     costs = columns(pricer, [plan.layout], [plan.batch])
     stages = schedule.num_stages

@@ -20,6 +20,7 @@ def plan_of(
     seq_len: int | None,
     global_batch: int | None,
     freeze: tuple[str, ...] = (),
+    adapter: str | None = None,
 ) -> Plan:
     """Return the plan in the file ``target``, or the one that ``layout`` makes of the model ``target``.
 
@@ -30,16 +31,17 @@ def plan_of(
         MeshwrightError: E864 when options and target do not go together; what is wrong with the plan or layout.
     """
     if layout is None:
-        return _from_file(target, seq_len, global_batch, freeze)
+        return _from_file(target, seq_len, global_batch, freeze, adapter)
     if _is_plan_file(Path(target)):
         found = "--layout with a plan file, which has its layout in it"
         do = "leave --layout out, or give the model instead of the plan"
         raise MeshwrightError(problem("E864", where=target, found=found, do=do))
     from meshwright.layout.parse import parse_layout
+    from meshwright.model.adapters import adapted, parse_adapter
     from meshwright.model.read_hf import read_model
     from meshwright.program.make import make_plan
 
-    spec = read_model(target)
+    spec = adapted(read_model(target), parse_adapter(adapter) if adapter is not None else None)
     parsed = parse_layout(layout)
     length = seq_len or min(DEFAULT_SEQ_LEN, spec.max_position_embeddings)
     batch = global_batch or 2 * parsed.dp * parsed.pp * parsed.micro_batch
@@ -56,12 +58,20 @@ def _is_plan_file(path: Path) -> bool:
     return isinstance(held, dict) and {"model_config", "schedule_text"} <= held.keys()
 
 
-def _from_file(target: str, seq_len: int | None, global_batch: int | None, freeze: tuple[str, ...]) -> Plan:
-    given = [
-        name
-        for name, value in (("--seq-len", seq_len), ("--global-batch", global_batch), ("--freeze", freeze))
-        if value
-    ]
+def _from_file(
+    target: str,
+    seq_len: int | None,
+    global_batch: int | None,
+    freeze: tuple[str, ...],
+    adapter: str | None,
+) -> Plan:
+    options = {
+        "--seq-len": seq_len,
+        "--global-batch": global_batch,
+        "--freeze": freeze,
+        "--adapter": adapter,
+    }
+    given = [name for name, value in options.items() if value]
     path = Path(target)
     if path.is_dir() or path.name == "config.json" or not path.suffix:
         where, found = target, "a model without --layout"

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
 from meshwright.config.load import LoadedRun
 from meshwright.config.schema import NOT_HONOURED, shown
 from meshwright.layout.batch import derive_batch
 from meshwright.layout.parse import parse_layout
+from meshwright.model.adapters import make_adapter
+from meshwright.model.spec import AdapterSpec
 
 PYTHON_DOCS = "python-docs"
 
@@ -26,13 +28,19 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """What it is trained on."""
+    """What it is trained on: one path, or several sources as (path, weight)."""
 
-    path: str
-    tokenizer: str | None
+    path: str | None = None
+    sources: tuple[tuple[str, float], ...] = ()
+    tokenizer: str | None = None
     seq_len: int
-    text_field: str
-    eval_fraction: float
+    format: Literal["text", "chat", "completion"] | None = None
+    text_field: str = "text"
+    chat_template: str | None = None
+    rows: Literal["stream", "pack", "pad"] | None = None
+    too_long: Literal["refuse", "split", "truncate", "skip"] | None = None
+    eval_fraction: float = 0.0
+    epochs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +89,26 @@ class RunSettings:
     checkpoint_every: int
     eval_every: int
     eval_batches: int
+    offload_dir: str | None
     max_minutes: float | None
     elastic: bool
     deterministic: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings:
+    """Low-rank adapters as written; ``kind`` "none" means that the model itself trains."""
+
+    kind: str
+    rank: int
+    alpha: float | None
+    targets: tuple[str, ...]
+
+    def spec(self) -> AdapterSpec | None:
+        """Return the adapter, or None. Raises MeshwrightError E272 for a kind that cannot run."""
+        if self.kind == "none":
+            return None
+        return make_adapter(self.kind, self.rank, self.alpha, self.targets, "adapter.kind")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +138,7 @@ class ResolvedRun:
     clip: ClipSettings
     layout_text: str
     run: RunSettings
+    adapter: AdapterSettings
     profile: ProfileSettings
     freeze: tuple[str, ...]
     cluster: str | None
@@ -125,13 +151,14 @@ class ResolvedRun:
         """Return the settings by section, as ``run.json`` keeps them (without origins)."""
         return {
             "model": asdict(self.model),
-            "data": asdict(self.data),
+            "data": {**asdict(self.data), "sources": dict(self.data.sources) or None},
             "batch": asdict(self.batch),
             "optimizer": {**asdict(self.optimizer), "betas": list(self.optimizer.betas)},
             "schedule": asdict(self.schedule),
             "clip": asdict(self.clip),
             "layout": self.layout_text,
             "run": asdict(self.run),
+            "adapter": {**asdict(self.adapter), "targets": list(self.adapter.targets)},
             "profile": asdict(self.profile),
             "cluster": self.cluster,
             "freeze": list(self.freeze),
@@ -178,8 +205,11 @@ def resolve(
 
     config = path("model.config", w.model.config)
     data_path = w.data.path if w.data.path == PYTHON_DOCS else path("data.path", w.data.path)
-    assert config is not None  # required by the schema, as is data.path
-    assert data_path is not None
+    sources: list[tuple[str, float]] = []
+    for source, weight in (w.data.sources or {}).items():
+        place = source if source == PYTHON_DOCS else path(f"data.sources.{source}", source)
+        sources.append((place or source, weight))
+    assert config is not None  # required by the schema
     if layout is not None:
         origins["layout"] = "option --layout"
     found_in["run.dir"] = "the current folder"
@@ -191,6 +221,12 @@ def resolve(
             seq_len=w.data.seq_len,
             text_field=w.data.text_field,
             eval_fraction=w.data.eval_fraction,
+            sources=tuple(sources),
+            format=w.data.format,
+            chat_template=path("data.chat_template", w.data.chat_template),
+            rows=w.data.rows,
+            too_long=w.data.too_long,
+            epochs=w.data.epochs,
         ),
         batch=BatchSettings(sequences=w.batch.sequences, accumulation=w.batch.accumulation),
         optimizer=OptimizerSettings(
@@ -215,9 +251,16 @@ def resolve(
             checkpoint_every=w.run.checkpoint_every,
             eval_every=w.run.eval_every,
             eval_batches=w.run.eval_batches,
+            offload_dir=w.run.offload_dir,
             max_minutes=w.run.max_minutes,
             elastic=w.run.elastic,
             deterministic=w.run.deterministic,
+        ),
+        adapter=AdapterSettings(
+            kind=w.adapter.kind,
+            rank=w.adapter.rank,
+            alpha=w.adapter.alpha,
+            targets=tuple(w.adapter.targets),
         ),
         profile=ProfileSettings(steps=w.profile.steps),
         freeze=tuple(w.freeze),
@@ -226,7 +269,15 @@ def resolve(
         origins=origins,
         found_in=found_in,
     )
-    refuse([*_not_honoured(run), *_contradictions(run), *_layout_problems(run, check_batch)])
+    refuse(
+        [
+            *_not_honoured(run),
+            *_no_source(run),
+            *_contradictions(run),
+            *_adapter_problems(run),
+            *_layout_problems(run, check_batch),
+        ]
+    )
     return replace(run, warnings=tuple(_without_effect(run)))
 
 
@@ -246,6 +297,16 @@ def _where(run: ResolvedRun, key: str) -> str:
     """Return the key and, for people, where its value stands."""
     origin = run.origins[key]
     return f"{key} ({origin.replace('file', Path(run.source).name, 1)})"
+
+
+def _no_source(run: ResolvedRun) -> list[Problem]:
+    """Return E640 unless the run has either one path or several sources."""
+    if (run.data.path is None) != (not run.data.sources):
+        return []
+    found = (
+        "neither data.path nor data.sources" if run.data.path is None else "both data.path and data.sources"
+    )
+    return [problem("E640", where=_where(run, "data.path"), found=found)]
 
 
 def _not_honoured(run: ResolvedRun) -> list[Problem]:
@@ -283,6 +344,14 @@ def _contradictions(run: ResolvedRun) -> list[Problem]:
             )
         )
     return problems
+
+
+def _adapter_problems(run: ResolvedRun) -> list[Problem]:
+    try:
+        run.adapter.spec()
+    except MeshwrightError as error:
+        return [replace(p, where=_where(run, "adapter.kind")) for p in error.problems]
+    return []
 
 
 def _layout_problems(run: ResolvedRun, check_batch: bool) -> list[Problem]:
@@ -333,6 +402,8 @@ def _without_effect(run: ResolvedRun) -> list[Problem]:
         idle.append(("schedule.min_lr_ratio", "schedule.name = constant does not decay"))
     if not run.data.eval_fraction:
         idle.append(("run.eval_batches", "data.eval_fraction = 0 holds no text out"))
+    if run.adapter.kind == "none":
+        idle += [(f"adapter.{key}", "adapter.kind = none") for key in ("rank", "alpha", "targets")]
     flat = run.flat()
     problems = [
         problem("W101", where=_where(run, key), found=f"{key} = {shown(flat[key])} has no effect", why=why)

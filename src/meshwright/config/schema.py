@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from meshwright.layout.batch import MOST_SEQUENCES, MOST_TOKENS
+from meshwright.model.adapters import MOST_RANK
 
 MOST_STEPS = 2**31
 MOST_SEED = 2**63 - 1
@@ -56,19 +57,45 @@ class ModelSection(Section):
 class DataSection(Section):
     """What it is trained on."""
 
-    path: Name = Field(
-        description="a text file, a folder, JSONL, a Hugging Face dataset folder, or python-docs (comes with Python)"
+    path: Name | None = Field(
+        default=None,
+        description="a text file, a folder, JSONL, a Hugging Face dataset folder, a folder by `meshwright data build`, "
+        "or python-docs (comes with Python); null = data.sources",
+    )
+    sources: dict[Name, Positive] | None = Field(
+        default=None,
+        description="several paths with their weights, such as {a.jsonl: 3, b: 1}: shares of the sequences",
     )
     tokenizer: Name | None = Field(
         default=None,
-        description="a tokenizer.json or a folder with one; null = a byte-level BPE trained on the corpus and cached",
+        description="a tokenizer.json or a folder with one; null = that of documents built before, else a byte-level "
+        "BPE trained on the corpus and cached",
     )
     seq_len: Annotated[int, Field(ge=2, le=MOST_TOKENS)] = Field(description="tokens per sequence")
+    format: Literal["text", "chat", "completion"] | None = Field(
+        default=None,
+        description="what records are: text_field, messages, or prompt and completion; null = by the first record",
+    )
     text_field: Name = Field(
         default="text", description="the field that holds the text in JSONL and datasets"
     )
+    chat_template: Name | None = Field(
+        default=None, description="a Jinja file that writes conversations; null = the tokenizer's"
+    )
+    rows: Literal["stream", "pack", "pad"] | None = Field(
+        default=None,
+        description="how documents fill sequences: run on (stream), several that do not see each other (pack), or one "
+        "each (pad); null = stream for text, else pack",
+    )
+    too_long: Literal["refuse", "split", "truncate", "skip"] | None = Field(
+        default=None,
+        description="a document longer than seq_len, with pack and pad; null = split for text, else refuse",
+    )
     eval_fraction: Share = Field(
         default=0.02, description="share of the text held out for evaluation; 0 = none"
+    )
+    epochs: Count | None = Field(
+        default=None, description="end after so many passes over the data; null = repeat until run.steps"
     )
 
 
@@ -128,11 +155,33 @@ class RunSection(Section):
     )
     eval_every: CountOrOff = Field(default=0, description="steps between evaluations; 0 = only at the end")
     eval_batches: Count = Field(default=4, description="global batches of held-out text per evaluation")
+    offload_dir: Name | None = Field(
+        default=None,
+        description="folder for layouts with offload=...-nvme, best on a local disk; null = RUN_DIR/offload",
+    )
     max_minutes: Positive | None = Field(
         default=None, description="stop in good order after this many minutes; null = never"
     )
     elastic: bool = Field(default=False, description="go on with fewer ranks after a failure")
     deterministic: bool = Field(default=False, description="only algorithms that repeat bit for bit")
+
+
+class AdapterSection(Section):
+    """Low-rank adapters (LoRA), which then are all that trains."""
+
+    kind: Literal["none", "lora", "qlora"] = Field(
+        default="none", description="none, or lora; qlora (a base in 4 bits) is refused"
+    )
+    rank: Annotated[int, Field(ge=1, le=MOST_RANK)] = Field(
+        default=8, description="rank of the adapters' two factors"
+    )
+    alpha: Positive | None = Field(
+        default=None, description="the adapters' product is scaled by alpha / rank; null = twice the rank"
+    )
+    targets: list[Name] = Field(
+        default_factory=list,
+        description="last parts of the names of the linear layers that get one (q_proj); [] = attention and dense MLP",
+    )
 
 
 class ProfileSection(Section):
@@ -154,6 +203,7 @@ class RunFile(Section):
         default="auto", description='layout text such as "dp=2,zero=3", or auto (the planner chooses)'
     )
     run: RunSection
+    adapter: AdapterSection = AdapterSection()
     profile: ProfileSection = ProfileSection()
     cluster: Name | None = Field(
         default=None,
@@ -234,4 +284,6 @@ def _type_words(annotation: Any) -> str:
         return " | ".join(str(choice) for choice in get_args(annotation))
     if origin is list:
         return f"list of {_type_words(get_args(annotation)[0])}"
+    if origin is dict:
+        return f"{_type_words(get_args(annotation)[1])} by path"
     return " | ".join(_type_words(part) for part in get_args(annotation))

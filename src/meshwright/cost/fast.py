@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.collective import Floats, GroupShape, strided_shape
 from meshwright.cost.memory import StageLoad, outside_allocator, peak_memory
+from meshwright.cost.offload import exposed_seconds, is_away, travel_seconds
 from meshwright.cost.pieces import (
     COMPUTE_BYTES,
+    EXPERT_ROLES,
     SHARD_OPS_PER_TENSOR,
     SHARD_OPS_PER_UNIT,
     STATE_BYTES,
@@ -25,7 +27,6 @@ from meshwright.cost.pieces import (
     UnitSize,
     Work,
     WorkKey,
-    is_frozen,
     sharding_stage,
     unit_size,
     work_key,
@@ -35,7 +36,7 @@ from meshwright.layout.batch import Batch
 from meshwright.layout.context import local_length
 from meshwright.layout.cut import resolve_cut
 from meshwright.layout.layout import LOSS_CHUNKS, Layout
-from meshwright.layout.ranks import strides
+from meshwright.layout.ranks import expert_degrees, strides
 from meshwright.model.spec import TensorSpec
 from meshwright.schedule.actions import ActionKind, Schedule
 from meshwright.schedule.clock import Clock, run_clock
@@ -67,6 +68,10 @@ class StageUnits:
 
     root: tuple[UnitSize, ...]
     kinds: tuple[UnitSize, ...]
+    experts: tuple[UnitSize, ...] = ()
+    """The part of each kind that the expert axis spreads; empty where nothing is spread."""
+    rest: tuple[UnitSize, ...] = ()
+    """The other part of each kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +88,9 @@ class DataSeconds:
 
 _DATA = tuple(f.name for f in fields(DataSeconds))
 
+SUMMED = ("full", "trainable", "resting", "trainable_resting", "matmul", "trainable_tensors")
+"""Sizes of units that add up over a stage."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
@@ -92,6 +100,7 @@ class Columns:
         forward, backward: [layouts, stages] seconds of one micro-batch, communication in it included.
         compute, recompute, tensor, context, expert, data: [layouts, stages] exposed seconds of a step.
         send: [layouts] seconds of one message between stages.
+        offload: [layouts] seconds that the update waits for state that rests away.
         memory: bytes by category, [layouts, stages].
         peak: [layouts] the highest peak over stages.
         step: [layouts] predicted seconds of a step by the closed form.
@@ -113,6 +122,7 @@ class Columns:
     hidden: Floats
     send: Floats
     optimizer: Floats
+    offload: Floats
     other: Floats
     memory: dict[str, Floats]
     load: StageLoad
@@ -136,7 +146,7 @@ def stage_tensors(pricer: Pricer, stage: int, stages: int) -> tuple[TensorSpec, 
 
 
 def _sizes(pricer: Pricer, tensors: Sequence[TensorSpec], tp: int, ep: int, shards: int) -> UnitSize:
-    trains = [not is_frozen(t.name, pricer.frozen) for t in tensors]
+    trains = [t.name not in pricer.stopped for t in tensors]
     return unit_size(tensors, trains, pricer.spec.attention, tp, ep, shards)
 
 
@@ -149,7 +159,16 @@ def stage_units(pricer: Pricer, stages: int, tp: int, ep: int, shards: int) -> S
         for s in range(stages)
     ]
     kinds = [_sizes(pricer, b.tensors, tp, ep, shards) for b in pricer.kinds]
-    return StageUnits(root=tuple(root), kinds=tuple(kinds))
+    if ep == 1:
+        return StageUnits(root=tuple(root), kinds=tuple(kinds))
+    spread = [[t for t in b.tensors if t.role in EXPERT_ROLES] for b in pricer.kinds]
+    rest = [[t for t in b.tensors if t.role not in EXPERT_ROLES] for b in pricer.kinds]
+    return StageUnits(
+        root=tuple(root),
+        kinds=tuple(kinds),
+        experts=tuple(_sizes(pricer, tensors, tp, ep, shards) for tensors in spread),
+        rest=tuple(_sizes(pricer, tensors, tp, ep, shards) for tensors in rest),
+    )
 
 
 def group_shapes(layout: Layout, gpus_per_node: int) -> tuple[GroupShape, GroupShape, GroupShape]:
@@ -166,6 +185,14 @@ def group_shapes(layout: Layout, gpus_per_node: int) -> tuple[GroupShape, GroupS
         strided_shape(layout.dp_replicate, step["dp_replicate"], node),
         strided_shape(2, step["pp"], node),
     )
+
+
+def expert_shapes(layout: Layout, gpus_per_node: int) -> tuple[GroupShape, GroupShape]:
+    """Return the shapes of the group that shards (or, in stage 0, reduces) an expert, and of its replicas."""
+    replicas, shards = expert_degrees(layout)
+    sharded, step = sharding_stage(layout) > 0, layout.tp * layout.ep
+    inner = strided_shape(shards if sharded else replicas, step, gpus_per_node)
+    return inner, strided_shape(replicas if sharded else 1, step * shards, gpus_per_node)
 
 
 def plane_shape(axes: Sequence[tuple[int, int]], gpus_per_node: int) -> GroupShape:
@@ -219,6 +246,27 @@ def _data_seconds(
         # what cannot be hidden is the root unit's, or the first block's where there is none
         total[f"{name}_edge"] = float(seconds[0]) if len(held) else 0.0
     return DataSeconds(**total)
+
+
+def _stage_seconds(
+    pricer: Pricer,
+    layout: Layout,
+    units: StageUnits,
+    stage: int,
+    counts: Sequence[int],
+    zero: int,
+    shapes: tuple[GroupShape, GroupShape],
+) -> DataSeconds:
+    """Return the communication of one stage; experts that are spread have groups of their own."""
+    if not units.experts:
+        held = [(units.root[stage], 1), *zip(units.kinds, counts, strict=True)]
+        return _data_seconds(pricer, held, zero, *shapes)
+    held = [(units.root[stage], 1), *zip(units.rest, counts, strict=True)]
+    one = _data_seconds(pricer, held, zero, *shapes)
+    groups = expert_shapes(layout, pricer.cluster.gpus_per_node)
+    other = _data_seconds(pricer, list(zip(units.experts, counts, strict=True)), zero, *groups)
+    sums = {n: getattr(one, n) + getattr(other, n) for n in _DATA if not n.endswith("_edge")}
+    return replace(one, **sums)
 
 
 def _exposed(rates_overlap: bool, seconds: Floats, window: Floats, edge: Floats) -> Floats:
@@ -367,6 +415,7 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
             autocast=np.array([float(work_key(layout).autocast) for layout in layouts]),
             chunked=np.array([float(layout.loss == "chunked") for layout in layouts]),
             piped=np.array([float(layout.pp > 1) for layout in layouts]),
+            away=np.array([float(is_away(layout)) for layout in layouts]),
         ),
         table,
         per_stage,
@@ -394,6 +443,9 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
         tied = np.array([tied_seconds(pricer, layout) for layout in layouts])
     update = optimizer_seconds(pricer, table)
     optimizer = update.max(axis=1)
+    resting = table["trainable_resting"]
+    travel = np.stack([offload_seconds(pricer, x, resting[r], update[r]) for r, x in enumerate(layouts)])
+    offload = travel.max(axis=1)
     other = _other(pricer, layouts) + tied
     makespan = pipeline_seconds(forward, backward, send, m, depth, gpipe)
     shared = _shared(pricer, layouts, m, forward, backward, send)
@@ -418,9 +470,10 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
             busy[r] = rounds * over_ranks((ahead_s + behind_s), schedule).max()
             owed[r] = over_ranks(once[r], schedule).max()
             optimizer[r] = over_ranks(update[r], schedule).max()
+            offload[r] = over_ranks(travel[r], schedule).max()
             held, sums = held_at_peak(schedule)
             peak[r] = peak_memory(rank_load(load, r, schedule, held, sums), outside[r : r + 1])["peak"].max()
-    step = makespan * shared + owed + optimizer + other
+    step = makespan * shared + owed + optimizer + offload + other
     return Columns(
         layouts=tuple(layouts),
         cuts=tuple(cuts),
@@ -438,6 +491,7 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
         hidden=(waits.sent - data) * present,
         send=send,
         optimizer=optimizer,
+        offload=offload,
         other=other,
         memory=memory,
         load=load,
@@ -505,7 +559,10 @@ def over_owned(load: StageLoad, owns: NDArray[np.intp], held: Floats, in_flight:
     def mean(values: Floats) -> Floats:
         return (values[:, owns] * held).sum(axis=2) / total
 
-    sums = ("full", "trainable", "root", "root_trainable", "boundary", "logits", "final", "kept_loss")
+    sums = (
+        *("full", "trainable", "resting", "trainable_resting", "root", "root_trainable"),
+        *("boundary", "logits", "final", "kept_loss"),
+    )
     means = ("cast", "activations")
     out = {
         f.name: (added if f.name in sums else mean if f.name in means else largest)(getattr(load, f.name))
@@ -538,10 +595,7 @@ def _table(
             row = [int(n) for n in kinds[s]]
             held = [(units.root[s], 1), *zip(units.kinds, row, strict=True)]
             here = [u for u, n in held[1:] if n]
-            sums = {
-                name: sum(getattr(u, name) * n for u, n in held)
-                for name in ("full", "trainable", "matmul", "trainable_tensors")
-            }
+            sums = {name: sum(getattr(u, name) * n for u, n in held) for name in SUMMED}
             sizes = {
                 **sums,
                 "largest": max(u.largest for u, n in held if n),
@@ -552,11 +606,10 @@ def _table(
             }
             slot = (units.root[s], tuple(row))
             if slot not in known:
-                known[slot] = _data_seconds(pricer, held, stage_zero, shards, copies)
+                known[slot] = _stage_seconds(pricer, layout, units, s, row, stage_zero, (shards, copies))
             sizes |= {name: getattr(known[slot], name) for name in _DATA}
-            sizes["shards"] = float(layout.shard if stage_zero else 1)
         else:
-            sizes = dict.fromkeys(out, 0.0) | {"shards": 1.0}
+            sizes = dict.fromkeys(out, 0.0)
         for name, value in sizes.items():
             out.setdefault(name, []).append(value)
     return out
@@ -576,6 +629,7 @@ class Sizes:
     autocast: Floats
     chunked: Floats
     piped: Floats
+    away: Floats
 
 
 def stage_load(
@@ -608,7 +662,8 @@ def stage_load(
     )
     return StageLoad(
         zero=wide(sizes.zero),
-        shards=np.maximum(table["shards"], 1.0),
+        resting=table["resting"],
+        trainable_resting=table["trainable_resting"],
         micro_batches=wide(m),
         in_flight=in_flight,
         full=table["full"],
@@ -632,6 +687,7 @@ def stage_load(
         compute=np.full(shape, float(COMPUTE_BYTES[pricer.precision])),
         reduce=np.full(shape, float(STATE_BYTES[pricer.precision])),
         autocast=wide(sizes.autocast),
+        away=wide(sizes.away),
     )
 
 
@@ -643,13 +699,19 @@ def _outside(pricer: Pricer, layouts: Sequence[Layout]) -> Floats:
 def optimizer_seconds(pricer: Pricer, table: Mapping[str, Floats]) -> Floats:
     """Return [layouts, stages] seconds of zeroing, norm, clip and AdamW on a rank's shard."""
     scale = pricer.state_bytes / 4.0
-    local = table["trainable"] / np.maximum(table["shards"], 1.0)
+    local = table["trainable_resting"]
     rates = pricer.rates
     measured = "optimizer_bytes_per_s" in pricer.cluster.measured
     adam = ADAM_PROBE_BYTES if measured else ADAM_BYTES
     out = local * scale * (adam / rates.optimizer_rate + NORM_BYTES / rates.copy_rate)
     tensor_s = rates.optimizer_tensor_s + (6.0 * rates.op_s if not rates.overlaps else rates.op_s)
     return out + table["trainable_tensors"] * tensor_s
+
+
+def offload_seconds(pricer: Pricer, layout: Layout, resting: Floats, update: Floats) -> Floats:
+    """Return the seconds that updates of ``resting`` elements, which take ``update``, wait for state from away."""
+    num_bytes = 2.0 * pricer.state_bytes * resting
+    return exposed_seconds(travel_seconds(layout, num_bytes, pricer.rates), update, pricer.rates)
 
 
 def message_seconds(pricer: Pricer, layout: Layout) -> float:

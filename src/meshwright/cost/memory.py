@@ -22,6 +22,7 @@ import numpy as np
 
 from meshwright.base.records import MemoryBytes
 from meshwright.cost.collective import Floats
+from meshwright.cost.offload import BUFFERS
 
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "logits", "working")
 
@@ -45,7 +46,8 @@ class StageLoad:
     """What a stage holds, in elements and bytes. ``full`` is padded to the shard group, after tp and ep.
 
     Attributes:
-        zero, shards, micro_batches, in_flight: of the layout and its schedule.
+        zero, micro_batches, in_flight: of the layout and its schedule.
+        resting, trainable_resting: elements of all units that one rank of their shard groups holds.
         full, trainable: elements of all units; ``tensor`` of the largest single tensor.
         root, root_trainable, block, block_trainable: of the root unit and of the largest block.
         cast: elements of matmul weights (which autocast casts).
@@ -60,10 +62,12 @@ class StageLoad:
         chunked: 1 where the loss runs by chunks of tokens, else 0.
         storage, compute, reduce: bytes per element at rest, computing, and when reduced.
         autocast: 1 where weights are cast by autocast (zero = 0 in 16 bit), else 0.
+        away: 1 where the optimizer's state rests away from the device, else 0.
     """
 
     zero: Floats
-    shards: Floats
+    resting: Floats
+    trainable_resting: Floats
     micro_batches: Floats
     in_flight: Floats
     full: Floats
@@ -87,6 +91,7 @@ class StageLoad:
     compute: Floats
     reduce: Floats
     autocast: Floats
+    away: Floats
 
 
 def peak_memory(load: StageLoad, outside: Floats) -> dict[str, Floats]:
@@ -110,10 +115,10 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     sharded = x.zero >= 1
     three = x.zero >= 3
     accumulates = x.micro_batches > 1
-    rest = x.storage * x.full / x.shards
+    rest = x.storage * x.resting
     kept = np.where(three, 0.0, x.compute * x.full)  # gathered from first forward to last backward
-    optimizer = 2.0 * x.storage * x.trainable / x.shards
-    gradient_shards = x.storage * x.trainable / x.shards
+    optimizer = np.where(x.away > 0, 0.0, 2.0 * x.storage * x.trainable_resting)
+    gradient_shards = x.storage * x.trainable_resting
     casts = x.autocast * x.compute * x.cast
 
     parameters = rest + np.where(sharded, kept, 0.0)
@@ -201,7 +206,19 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
             wide * x.tensor,
         ),
     }
-    return [loss, head, block, end]
+    # the update itself matters only where state comes for it: pieces of at most the largest tensor, two at a time
+    share = x.trainable_resting / np.maximum(x.trainable, 1.0)  # of a tensor, on one rank of its shard group
+    buffers = BUFFERS * 2.0 * x.storage * x.tensor * share
+    none = np.zeros_like(x.full)
+    update = {
+        "parameters": rest,
+        "gradients": last,
+        "optimizer": np.where(x.away > 0, buffers, optimizer),
+        "activations": none,
+        "logits": none,
+        "working": none,
+    }
+    return [loss, head, block, end, update]
 
 
 def outside_allocator(groups: Floats, *, is_cpu: bool) -> Floats:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from math import ceil, prod
 
 from meshwright.cluster.spec import ClusterSpec
@@ -19,6 +18,7 @@ from meshwright.layout.layout import LOSS_CHUNKS, Layout
 from meshwright.model.activations import always_unfused, saved_activations, saved_final_bytes
 from meshwright.model.sharding import rule, tp_local_shape
 from meshwright.model.spec import AttentionSpec, BlockSpec, ModelSpec, TensorSpec
+from meshwright.program.units import frozen_names
 
 STATE_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}
 COMPUTE_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -112,14 +112,23 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSize:
-    """Elements of one unit on one rank after tp and ep, padded to ``shards`` equal rows."""
+    """Elements of one unit on one rank after tp and ep, padded to equal rows of its shard group.
+
+    ``resting`` and ``trainable_resting`` are what one rank of that group holds of them.
+    """
 
     full: float
     trainable: float
+    resting: float
+    trainable_resting: float
     largest: float
     tensors: int
     trainable_tensors: int
     matmul: float
+
+
+EXPERT_ROLES = ("expert_in", "expert_out")
+"""Tensors that the expert axis cuts."""
 
 
 def unit_tensor_shape(tensor: TensorSpec, attention: AttentionSpec, tp: int, ep: int) -> tuple[int, ...]:
@@ -140,18 +149,24 @@ def unit_size(
     ep: int,
     shards: int,
 ) -> UnitSize:
-    """Return the elements of a unit: each tensor is padded on dim 0 to a multiple of ``shards``."""
-    full = trained = largest = matmul = 0.0
+    """Return the elements of a unit: each tensor is padded on dim 0 to a multiple of its shard group.
+
+    That is ``shards`` ranks, and the shards / ep of them that hold the same experts for an expert's tensor.
+    """
+    full = trained = resting = trained_resting = largest = matmul = 0.0
     count = trained_count = 0
     for tensor, trains in zip(tensors, trainable, strict=True):
         shape = unit_tensor_shape(tensor, attention, tp, ep)
         numel = float(prod(shape))
-        if shards > 1:
-            numel = ceil(shape[0] / shards) * shards * prod(shape[1:])
+        parts = max(1, shards // ep) if tensor.role in EXPERT_ROLES else shards
+        if parts > 1:
+            numel = ceil(shape[0] / parts) * parts * prod(shape[1:])
         full += numel
+        resting += numel / parts
         count += 1
         if trains:
             trained += numel
+            trained_resting += numel / parts
             trained_count += 1
             largest = max(largest, numel)
         if len(shape) >= 2 and tensor.role not in ("embedding", "position", "expert_in", "expert_out"):
@@ -159,6 +174,8 @@ def unit_size(
     return UnitSize(
         full=full,
         trainable=trained,
+        resting=resting,
+        trainable_resting=trained_resting,
         largest=largest,
         tensors=count,
         trainable_tensors=trained_count,
@@ -166,13 +183,8 @@ def unit_size(
     )
 
 
-def is_frozen(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a parameter's name matches one of the patterns of parameters that do not train."""
-    return any(fnmatch(name, pattern) or name == pattern for pattern in patterns)
-
-
-def _signature(block: BlockSpec) -> tuple[object, ...]:
-    tensors = tuple((t.shape, t.role, t.is_bias) for t in block.tensors)
+def _signature(block: BlockSpec, stopped: frozenset[str]) -> tuple[object, ...]:
+    tensors = tuple((t.shape, t.role, t.is_bias, t.name in stopped) for t in block.tensors)
     return (block.kind, block.ffn_size, block.sliding_window, tensors)
 
 
@@ -182,6 +194,7 @@ class Pricer:
 
     Attributes:
         kind_of: for each block, which of the distinct ``kinds`` of blocks it is.
+        frozen, stopped: the patterns of parameters that do not train, and the names of these parameters.
     """
 
     spec: ModelSpec
@@ -193,6 +206,7 @@ class Pricer:
     kinds: tuple[BlockSpec, ...]
     kind_of: tuple[int, ...]
     frozen: tuple[str, ...] = ()
+    stopped: frozenset[str] = frozenset()
     _blocks: dict[tuple[int, WorkKey], Work] = field(default_factory=dict[tuple[int, WorkKey], Work])
     _ends: dict[tuple[str, WorkKey, str], Work] = field(default_factory=dict[tuple[str, WorkKey, str], Work])
 
@@ -245,7 +259,8 @@ class Pricer:
             norm = 6.0 * tokens * h * max(4, c)
             copy = (c + 4.0) if c < 4 else 0.0  # a float32 copy of 16-bit logits
             forward = r.matmul_s(tokens, h, v) + (norm + logits * (copy + 16.0)) / r.copy_rate
-            backward = r.matmul_s(tokens, v, h) + r.matmul_s(v, tokens, h)
+            trained = not all((t.tied_to or t.name) in self.stopped for t in self.spec.head)
+            backward = r.matmul_s(tokens, v, h) + (r.matmul_s(v, tokens, h) if trained else 0.0)
             backward += (2.0 * norm + logits * (copy + 20.0)) / r.copy_rate
             ratio = (1.0, 1.0) if r.overlaps else CPU_OPS
             forward += 14 * r.op_s * ratio[0]
@@ -255,7 +270,6 @@ class Pricer:
                 loss == "chunked"
             ):  # all of it happens in forward; backward multiplies two gradients by a factor
                 full = self.state_bytes
-                trained = not all(is_frozen(t.tied_to or t.name, self.frozen) for t in self.spec.head)
                 kept_loss = tokens * h * self._residual_bytes(key) + (full * v * h if trained else 0.0)
                 rows = tokens / LOSS_CHUNKS
                 forward = r.matmul_s(rows, h, v) + r.matmul_s(rows, v, h)
@@ -273,7 +287,7 @@ class Pricer:
                 kept=final,
                 final=final,
                 loss=kept_loss,
-                flops=6.0 * tokens * h * v,
+                flops=(6.0 if trained else 4.0) * tokens * h * v,
             )
         return self._ends[slot]
 
@@ -366,8 +380,12 @@ class Pricer:
         else:
             n, k = unit_tensor_shape(tensor, self.spec.attention, key.tp, key.ep)[-2:]
         forward = calls * r.matmul_s(m, k, n)
-        backward = calls * (r.matmul_s(m, n, k) + r.matmul_s(n, m, k))
-        return forward, backward, calls * 6.0 * m * k * n, max(1, round(calls))
+        backward = calls * r.matmul_s(m, n, k)
+        flops = 4.0
+        if tensor.name not in self.stopped:
+            backward += calls * r.matmul_s(n, m, k)
+            flops = 6.0
+        return forward, backward, calls * flops * m * k * n, max(1, round(calls))
 
     def _selective_bytes(self, block: BlockSpec, tokens: float, key: WorkKey) -> tuple[float, float]:
         """Return bytes that selective recompute keeps beside a block's input, and those of them that autograd saves too.
@@ -455,12 +473,15 @@ class Pricer:
         return hops * (forwards * ahead + max(0.0, hop + gradients - backward / key.cp))
 
     def _expert(self, block: BlockSpec, key: WorkKey, tokens: float) -> float:
-        """Return seconds of the four all-to-alls (dispatch and combine, forward and backward)."""
+        """Return seconds of the all-to-alls: counts, dispatch and combine, back, and again where it is recomputed."""
         if block.moe is None or key.ep < 2:
             return 0.0
         shape = strided_shape(key.ep, key.tp, self.cluster.gpus_per_node)
         num_bytes = tokens * block.moe.experts_per_token * self.spec.hidden_size * self.compute_bytes
-        return 4.0 * float(self.times.seconds("all_to_all", num_bytes, shape))
+        rows = float(self.times.seconds("all_to_all", num_bytes, shape))
+        counts = float(self.times.seconds("all_to_all", 8.0 * block.moe.num_experts, shape))
+        forwards = 1.0 if key.recompute == "none" else 2.0
+        return forwards * counts + (2.0 + 2.0 * forwards) * rows
 
 
 def make_pricer(
@@ -471,11 +492,12 @@ def make_pricer(
     Raises:
         MeshwrightError: E405 when a rate that time needs is not known.
     """
+    stopped = frozen_names(spec, frozen)
     found: dict[tuple[object, ...], int] = {}
     kinds: list[BlockSpec] = []
     kind_of: list[int] = []
     for block in spec.blocks:
-        signature = _signature(block)
+        signature = _signature(block, stopped)
         if signature not in found:
             found[signature] = len(kinds)
             kinds.append(block)
@@ -490,4 +512,5 @@ def make_pricer(
         kinds=tuple(kinds),
         kind_of=tuple(kind_of),
         frozen=tuple(frozen),
+        stopped=stopped,
     )

@@ -112,6 +112,7 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
         pipeline=max(0.0, length - bare),
         bubble=max(0.0, bare - longest * scale),
         optimizer=float(cols.optimizer[0]),
+        offload=float(cols.offload[0]),
         other=float(cols.other[0]),
     )
     step_s = time.total

@@ -13,12 +13,21 @@ import numpy as np
 
 from meshwright.cost.bounds import chunks_held, least_seconds
 from meshwright.cost.collective import Floats
-from meshwright.cost.fast import Sizes, data_waits, optimizer_seconds, other_seconds, over_owned, stage_load
+from meshwright.cost.fast import (
+    SUMMED,
+    Sizes,
+    data_waits,
+    offload_seconds,
+    optimizer_seconds,
+    other_seconds,
+    over_owned,
+    stage_load,
+)
 from meshwright.cost.memory import StageLoad, outside_allocator, peak_memory
 from meshwright.cost.pieces import Pricer
 from meshwright.cost.rows import Index, Rows
 from meshwright.cost.slots import Slot
-from meshwright.cost.tables import SECONDS, SIZES, WORK, Tables
+from meshwright.cost.tables import EDGES, SECONDS, SIZES, WORK, Tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +72,9 @@ def sweep(tables: Tables, rows: Rows, slot: Slot) -> Swept:
     backward = work["backward"] + work["recompute"] + half + waits.backward
     send = _gathered(tables, "sends", rows, slot)
     once = _over(slot, waits.once).max(axis=1)
-    update = _over(slot, optimizer_seconds(pricer, table)).max(axis=1)
-    rest = once + update + other_seconds(pricer, rows.layout(0).world_size)
+    update = optimizer_seconds(pricer, table)
+    away = _over(slot, _away(pricer, rows, table, update)).max(axis=1)
+    rest = once + _over(slot, update).max(axis=1) + away + other_seconds(pricer, rows.layout(0).world_size)
     if pricer.spec.tied_embeddings and slot.pp > 1:
         rest = rest + _gathered(tables, "tied", rows, slot)
     length = least_seconds(rows, slot, forward, backward, send, m)
@@ -123,14 +133,25 @@ def block_floors(tables: Tables, rows: Rows, slot: Slot) -> tuple[Floats, Floats
     units = tables.of_pipeline("units", slot.pp, slot.num_stages)
     at = units.look(rows)
     assert units.figures is not None
-    full, trained = (_sums(slot, units.figures[:, SIZES.index(n)]) for n in ("full", "trainable"))
-    # units are padded to equal rows over the shard group
-    state = pricer.state_bytes * _over(slot, full + 2.0 * trained)[at]
+    names = ("resting", "trainable_resting")
+    # of the sparsest layout: units are padded to equal rows, so a larger group never holds more on a rank
+    full, trained = (_over(slot, _sums(slot, units.figures[:, SIZES.index(n)]))[at] for n in names)
+    moments = np.where(rows.flag("offload", "none"), 2.0, 0.0)[:, None]
+    state = pricer.state_bytes * (full + moments * trained)
     _, held = chunks_held(rows, slot, m)
     kept = (work["kept"][:, slot.owns] * held).sum(axis=2)
-    shards = rows.column("shard")[:, None]
-    # a sparse unit is padded: less than one row of each tensor more than its share
-    return least, (state / shards + kept).max(axis=1) + _outside(pricer, rows, slot)
+    return least, (state + kept).max(axis=1) + _outside(pricer, rows, slot)
+
+
+def _away(pricer: Pricer, rows: Rows, table: Mapping[str, Floats], update: Floats) -> Floats:
+    """Return [rows, stage runs] seconds that the update waits for state that rests away from the device."""
+    out = np.zeros_like(update)
+    number, first = rows.distinct(("offload",))
+    for n, row in enumerate(first):
+        at = np.flatnonzero(number == n)
+        like = rows.layout(int(row))
+        out[at] = offload_seconds(pricer, like, table["trainable_resting"][at], update[at])
+    return out
 
 
 def _work(tables: Tables, rows: Rows, slot: Slot, names: tuple[str, ...] = WORK) -> dict[str, Floats]:
@@ -161,11 +182,8 @@ def _units(tables: Tables, rows: Rows, slot: Slot) -> dict[str, Floats]:
     used, at = np.unique(at, return_inverse=True) if len(units.figures) > 4 * len(rows) else (slice(None), at)
     figures = units.figures[used]
     sizes = {name: figures[:, i] for i, name in enumerate(SIZES)}
-    seconds = {name: figures[:, len(SIZES) + i] for i, name in enumerate(SECONDS)}
-    table = {name: column[at] for name, column in _per_stage(slot, sizes, seconds).items()}
-    shards = np.where(rows.flag("plain", True), 1.0, rows.column("shard"))
-    table["shards"] = np.broadcast_to(shards[:, None], table["full"].shape)
-    return table
+    seconds = {name: figures[:, len(SIZES) + i] for i, name in enumerate((*SECONDS, *EDGES))}
+    return {name: column[at] for name, column in _per_stage(slot, sizes, seconds).items()}
 
 
 def _per_stage(slot: Slot, sizes: Mapping[str, Floats], seconds: Mapping[str, Floats]) -> dict[str, Floats]:
@@ -179,16 +197,17 @@ def _per_stage(slot: Slot, sizes: Mapping[str, Floats], seconds: Mapping[str, Fl
     def largest(column: Floats) -> Floats:
         return np.where(present[None], column[:, None, 3:], 0.0).max(axis=2)
 
-    out = {name: total(sizes[name]) for name in ("full", "trainable", "matmul", "trainable_tensors")}
+    out = {name: total(sizes[name]) for name in SUMMED}
     out["largest"] = np.maximum(sizes["largest"][:, root], largest(sizes["largest"]))
     out["root"], out["root_trainable"] = sizes["full"][:, root], sizes["trainable"][:, root]
     out["block"], out["block_trainable"] = largest(sizes["full"]), largest(sizes["trainable"])
-    for name, column in seconds.items():
-        out[name] = total(column)
+    some = np.argmax(present, axis=1)
+    for name in SECONDS:
+        out[name] = total(seconds[name])
         # what cannot be hidden is the root unit's, or the first block's where there is none
+        column = seconds[f"{name}_edge"]
         edge = column[:, root]
-        some = np.argmax(present, axis=1)
-        out[f"{name}_edge"] = np.where(edge > 0, edge, column[:, 3 + some])
+        out[f"{name}_edge"] = np.where(sizes["full"][:, root] > 0, edge, column[:, 3 + some])
     return out
 
 
@@ -228,6 +247,7 @@ def _load(
         autocast=(plain & (pricer.compute_bytes == 2)).astype(np.float64),
         chunked=rows.flag("loss", "chunked").astype(np.float64),
         piped=np.full(len(rows), float(slot.pp > 1)),
+        away=np.where(rows.flag("offload", "none"), 0.0, 1.0),
     )
     if (
         slot.chunks > 1

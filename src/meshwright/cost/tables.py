@@ -10,7 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.collective import Floats, GroupShape
-from meshwright.cost.fast import group_shapes, message_seconds, stage_units, tied_seconds, unit_seconds
+from meshwright.cost.fast import (
+    StageUnits,
+    expert_shapes,
+    group_shapes,
+    message_seconds,
+    stage_units,
+    tied_seconds,
+    unit_seconds,
+)
 from meshwright.cost.pieces import Pricer, UnitSize, Work, sharding_stage, work_key
 from meshwright.cost.rows import Index, Rows
 from meshwright.layout.layout import Layout
@@ -38,6 +46,8 @@ TIED_KEYS: Final = ("tp", "dp", "cp", "zero", "shard", "order", "schedule")
 WORK: Final = tuple(f.name for f in fields(Work) if f.name != "flops")
 SIZES: Final = tuple(f.name for f in fields(UnitSize))
 SECONDS: Final = ("gather", "scatter", "reduce")
+EDGES: Final = tuple(f"{name}_edge" for name in SECONDS)
+"""Seconds of single units that may not be hidden: those of their group, without experts that have groups of their own."""
 
 
 @dataclass
@@ -90,7 +100,8 @@ class Tables:
 
     Attributes:
         blocks: [.., WORK, kinds] of one block of each kind; ``embeddings`` and ``heads`` [.., WORK].
-        units: [.., SIZES + SECONDS, units] of the first, an inner and the last stage's root, then each kind of block.
+        units: [.., SIZES + SECONDS + EDGES, units] of the first, an inner and the last stage's root, then each kind
+            of block.
         sends, tied: [..] seconds of one message, and of summing a tied embedding.
     """
 
@@ -147,26 +158,55 @@ def make_tables(pricer: Pricer) -> Tables:
 
 
 def _units(pricer: Pricer, layouts: Sequence[Layout], stages: int) -> Floats:
-    """Return [layouts, SIZES + SECONDS, units] of single units; ``stages`` is at most 3."""
-    node = pricer.cluster.gpus_per_node
-    rows: list[Floats] = []
-    places: dict[tuple[bool, GroupShape, GroupShape], list[int]] = {}
-    known: dict[tuple[int, int, int], Floats] = {}
-    for number, layout in enumerate(layouts):
-        sharded = sharding_stage(layout) > 0
-        key = (layout.tp, layout.ep, layout.shard if sharded else 1)
+    """Return [layouts, SIZES + SECONDS + EDGES, units] of single units; ``stages`` is at most 3."""
+    known: dict[tuple[int, int, int], tuple[Floats, ...]] = {}
+    sizes: list[tuple[Floats, ...]] = []
+    for layout in layouts:
+        key = (layout.tp, layout.ep, layout.shard if sharding_stage(layout) else 1)
         if key not in known:
-            made = stage_units(pricer, stages, *key)
-            held = [made.root[0], made.root[len(made.root) // 2], made.root[-1], *made.kinds]
-            known[key] = np.array([[float(getattr(u, name)) for u in held] for name in SIZES])
-        rows.append(known[key])
-        group, copies, _ = group_shapes(layout, node)
-        places.setdefault((sharded, group, copies), []).append(number)
-    sizes = np.array(rows)
-    out = np.concatenate((sizes, np.zeros((len(layouts), len(SECONDS), sizes.shape[2]))), axis=1)
+            known[key] = _unit_sizes(stage_units(pricer, stages, *key))
+        sizes.append(known[key])
+    whole, rest, experts = (np.array([held[i] for held in sizes]) for i in range(3))
+    node = pricer.cluster.gpus_per_node
+    seconds = _unit_seconds(pricer, layouts, rest, [group_shapes(x, node)[:2] for x in layouts])
+    spread = [i for i, x in enumerate(layouts) if x.ep > 1]
+    total = seconds.copy()
+    if spread:
+        some = [layouts[i] for i in spread]
+        own = [expert_shapes(x, node) for x in some]
+        total[spread] += _unit_seconds(pricer, some, experts[spread], own)
+    return np.concatenate((whole, total, seconds), axis=1)
+
+
+def _unit_sizes(made: StageUnits) -> tuple[Floats, ...]:
+    """Return [SIZES, units] of whole units, of what their group holds, and of experts with groups of their own."""
+
+    def figures(units: Sequence[UnitSize]) -> Floats:
+        return np.array([[float(getattr(u, name)) for u in units] for name in SIZES])
+
+    roots = (made.root[0], made.root[len(made.root) // 2], made.root[-1])
+    whole = figures((*roots, *made.kinds))
+    if not made.experts:
+        return whole, whole, np.zeros_like(whole)
+    experts = figures((*roots, *made.experts))
+    experts[:, : len(roots)] = 0.0
+    return whole, figures((*roots, *made.rest)), experts
+
+
+def _unit_seconds(
+    pricer: Pricer,
+    layouts: Sequence[Layout],
+    sizes: Floats,
+    groups: Sequence[tuple[GroupShape, GroupShape]],
+) -> Floats:
+    """Return [layouts, SECONDS, units] of units with these groups that shard them and hold copies."""
+    places: dict[tuple[bool, GroupShape, GroupShape], list[int]] = {}
+    for number, (layout, (group, copies)) in enumerate(zip(layouts, groups, strict=True)):
+        places.setdefault((sharding_stage(layout) > 0, group, copies), []).append(number)
+    out = np.zeros((len(layouts), len(SECONDS), sizes.shape[2]))
     for (sharded, group, copies), numbers in places.items():
         index = np.asarray(numbers, dtype=np.intp)
         some = {name: sizes[index, i] for i, name in enumerate(SIZES)}
         for name, column in unit_seconds(pricer, some, sharded, group, copies).items():
-            out[index, len(SIZES) + SECONDS.index(name)] = column
+            out[index, SECONDS.index(name)] = column
     return out

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-AXES: Final = frozenset({"dp", "pp", "tp", "cp"})
+AXES: Final = frozenset({"dp", "pp", "tp", "cp", "ep"})
 """Axes whose degree may be above 1."""
 
 OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -14,8 +14,8 @@ OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"),
         "loss": ("eager", "chunked", "parallel"),
         "recompute": ("none", "selective", "full"),
-        "offload": ("none",),
-        "compile": ("off",),
+        "offload": ("none", "optimizer", "optimizer-nvme"),
+        "compile": ("off", "blocks"),
         "precision": ("fp32", "bf16", "fp16", "fp64"),
     }
 )
@@ -33,8 +33,23 @@ PIPELINE_FAMILIES: Final = (
 )
 """Model families that can be cut in stages."""
 
+EXPERT_FAMILIES: Final = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+"""Model families whose experts can be spread over ranks."""
+
 TENSOR_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
 """Model families that the tensor axis can cut."""
 
 CONTEXT_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "phi3")
 """Model families whose attention the context axis can take over."""
+
+PACKING_FAMILIES: Final = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gpt2",
+    "mixtral",
+    "qwen3_moe",
+    "phi3",
+)
+"""Model families of which it is tested that documents packed in one row do not see each other."""

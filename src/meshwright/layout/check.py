@@ -46,7 +46,7 @@ def check(
         layout, num_ranks if num_ranks is not None or cluster is None else cluster.num_gpus
     )
     problems += _tensor(spec, layout)
-    problems += _experts(spec, layout)
+    problems += _experts(spec, layout) + _grouped(spec, layout)
     if layout.world_size > 1:
         problems += [problem("W207", where="model.config", found=what) for what in layout_dependent(spec)]
     problems += check_cut(spec.num_layers, layout)
@@ -60,6 +60,7 @@ def check(
         problems += _context_heads(spec, layout)
     if cluster is not None and layout.tp > 1:
         problems += _nodes(layout, cluster.gpus_per_node)
+    problems += check_adapter(spec, layout)
     if for_run:
         problems += check_built(layout, spec)
     return problems
@@ -203,6 +204,19 @@ def _experts(spec: ModelSpec, layout: Layout) -> list[Problem]:
             )
         )
     return problems
+
+
+def _grouped(spec: ModelSpec, layout: Layout) -> list[Problem]:
+    """Return W265 when the experts of a mixture are multiplied one by one (float64 is for proofs: not said)."""
+    if spec.moe is None or layout.precision == "fp64":
+        return []
+    size = precision_table(layout).bytes_of("compute")
+    widths = {"hidden_size": spec.hidden_size, "width of an expert": spec.moe.ffn_size}
+    odd = [f"{name} {n} x {size} bytes" for name, n in widths.items() if n * size % 16]
+    if not odd:
+        return []
+    found = " and ".join(odd) + f" in {layout.precision} is no multiple of 16"
+    return [problem("W265", where="model.config", found=found)]
 
 
 def _zero(layout: Layout) -> list[Problem]:
@@ -425,9 +439,93 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
         )
     if spec is not None and layout.tp > 1:
         problems += _tensor_built(spec, layout)
+    if layout.ep > 1:
+        problems += _experts_built(spec, layout)
+    if spec is not None and spec.moe is not None and spec.config.get("output_router_logits"):
+        problems += _router_loss_built(layout)
     if spec is not None:
         problems += context_built(spec, layout)
+    problems += _compile_built(layout, spec)
     return problems
+
+
+def _compile_built(layout: Layout, spec: ModelSpec | None) -> list[Problem]:
+    """Return E279 for each option that compiled blocks do not go with."""
+    if layout.compile == "off":
+        return []
+    beside: list[tuple[str, str]] = []
+    if layout.recompute == "selective":
+        beside.append(("recompute=selective", "recompute=full, or compile=off"))
+    if layout.tp > 1:
+        beside.append((f"tp = {layout.tp}", f"tp = 1,dp = {layout.dp * layout.tp}, or compile=off"))
+    if layout.ep > 1:
+        beside.append((f"ep = {layout.ep}", "ep = 1, or compile=off"))
+    if layout.cp > 1:
+        beside.append((f"cp = {layout.cp}", f"cp = 1,dp = {layout.dp * layout.cp}, or compile=off"))
+    if spec is not None and spec.dropout:
+        beside.append((f"dropout {spec.dropout:g}", "dropout = 0, or compile=off"))
+    if layout.schedule in SPLIT and layout.pp > 1:
+        whole = "interleaved" if layout.chunks > 1 else "1f1b"
+        beside.append((f"schedule={layout.schedule}", f"schedule={whole}, or compile=off"))
+    return [
+        problem("E279", where="layout.compile", found=f"compile={layout.compile} with {what}", do=do)
+        for what, do in beside
+    ]
+
+
+def _experts_built(spec: ModelSpec | None, layout: Layout) -> list[Problem]:
+    """Return what of the expert axis cannot run so far."""
+    ep, shard = layout.ep, layout.shard
+    problems: list[Problem] = []
+    if spec is not None and spec.moe is None:
+        return problems  # E210 says it
+    outside = layout.order.index("cp") > layout.order.index("dp")
+    if layout.cp > 1 and outside and layout.zero and layout.dp_replicate > 1:
+        problems.append(
+            problem(
+                "E268",
+                where="layout.order",
+                found=f"ep = {ep} with cp = {layout.cp} outside {layout.dp_replicate} replicas of the shard group",
+                do=f"order=tp/cp/dp/pp, or shard = {layout.dp * layout.cp}",
+            )
+        )
+    elif layout.zero and shard > 1 and shard % ep:
+        experts = spec.moe.num_experts if spec is not None and spec.moe is not None else shard
+        legal = [d for d in divisors(shard) if experts % d == 0]
+        problems.append(
+            problem(
+                "E265",
+                where="layout.shard",
+                found=f"ep = {ep} does not divide the shard group of {shard} ranks (zero = {layout.zero})",
+                do=f"ep = {nearest_choices(legal, ep)}, or zero = 0",
+            )
+        )
+    if spec is not None and spec.family not in built.EXPERT_FAMILIES:
+        problems.append(
+            problem(
+                "E266",
+                where="layout.ep",
+                found=f'ep = {ep} with "{spec.name}" of family {spec.family}',
+                needs="one of " + ", ".join(built.EXPERT_FAMILIES) + ", or ep = 1",
+                do="ep = 1 with zero = 3",
+            )
+        )
+    return problems
+
+
+def _router_loss_built(layout: Layout) -> list[Problem]:
+    """Return E267 where a term over all layers and whole sequences cannot be made on one rank."""
+    cuts = [f"{axis} = {getattr(layout, axis)}" for axis in ("pp", "cp") if getattr(layout, axis) > 1]
+    if not cuts:
+        return []
+    return [
+        problem(
+            "E267",
+            where="model.config.output_router_logits",
+            found=f"true (the loss has a term of the routers of all layers) with {' and '.join(cuts)}",
+            do='"output_router_logits": false, or pp = 1 and cp = 1',
+        )
+    ]
 
 
 def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
@@ -448,3 +546,27 @@ def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
         legal = [t for t in divisors(spec.num_heads) if (t - 1) * -(-spec.vocab_size // t) < spec.vocab_size]
         reasons.append((what + "leave the last without any", "rows on each rank", f"tp = {legal[-1]}"))
     return [problem("E253", where="layout.tp", found=f, needs=n, do=d) for f, n, d in reasons]
+
+
+def check_optimizer(layout: Layout, name: str) -> list[Problem]:
+    """Return E276 where the state of the optimizer called ``name`` cannot be offloaded (kind "code")."""
+    if layout.offload == "none" or name == "adamw":
+        return []
+    found = f"optimizer.name = {name}, offload={layout.offload}"
+    return [problem("E276", where="layout.offload", found=found)]
+
+
+def check_adapter(spec: ModelSpec, layout: Layout) -> list[Problem]:
+    """Return E270 for each axis on which adapters cannot run (kind "code"); nothing for a model without one."""
+    if spec.adapter is None:
+        return []
+    return [
+        problem(
+            "E270",
+            where=f"layout.{axis}",
+            found=f"{axis} = {getattr(layout, axis)} with an adapter",
+            do=f"{axis} = 1; dp, zero=3 and pp spread it as well",
+        )
+        for axis in ("cp", "ep")
+        if getattr(layout, axis) > 1
+    ]

@@ -17,6 +17,17 @@ SHARD = "shard"
 
 DATA = "data"
 """Group name of the ranks that hold copies of the same parameters and see other tokens: dp x cp."""
+EP = "ep"
+"""Group name of the ranks that the experts of a mixture are spread over."""
+
+EXPERT_SHARD = "expert_shard"
+"""Group name of the ranks that hold the same experts and that ZeRO spreads their state over."""
+
+EXPERT_REPLICATE = "expert_replicate"
+"""Group name of the ranks that hold the same elements of the same experts."""
+
+EXPERT_AXES = (EP, EXPERT_REPLICATE, EXPERT_SHARD)
+"""What the expert axis borrows from dp x cp: every rank of it is in one group of each."""
 
 
 def mesh_shape(layout: Layout) -> dict[str, int]:
@@ -61,17 +72,16 @@ def group(layout: Layout, rank: int, axis: str) -> tuple[int, ...]:
     """Return the ranks of ``rank``'s group on ``axis``, in the order of their coordinate.
 
     ``axis``: a mesh axis; "dp" (dp_replicate x dp_shard); "shard" (dp_shard x cp, over which ZeRO shards); "data"
-    (dp x cp); "ep" (borrowed from dp x cp, its innermost part); "world"; "tied" (first and last stage, empty for
-    other stages).
+    (dp x cp); "ep" (borrowed from dp x cp, its innermost part); "expert_shard" and "expert_replicate" (the ranks of
+    dp x cp that hold the same experts, see ``expert_degrees``); "world"; "tied" (first and last stage, empty for other
+    stages).
     """
     if axis == WORLD:
         return tuple(range(layout.world_size))
     if axis == TIED:
         return _tied(layout, rank)
-    if axis == "ep":
-        members = _plane(layout, rank, ("dp_replicate", "dp_shard", "cp"))
-        at = members.index(rank) // layout.ep * layout.ep
-        return members[at : at + layout.ep]
+    if axis in EXPERT_AXES:
+        return _expert_group(layout, rank, axis)
     data = ("dp_replicate", "dp_shard")
     axes = {"dp": data, SHARD: ("dp_shard", "cp"), DATA: (*data, "cp")}.get(axis, (axis,))
     return _plane(layout, rank, axes)
@@ -82,6 +92,28 @@ def summed_over(layout: Layout, axis: str) -> str:
     if layout.cp > 1 and axis == "dp_shard":
         return SHARD
     return DATA if layout.cp > 1 and layout.zero == 0 and axis == "dp_replicate" else axis
+
+
+def expert_degrees(layout: Layout) -> tuple[int, int]:
+    """Return (replicas, shards) of the ranks that hold the same experts: dp x cp / ep in all.
+
+    ZeRO spreads an expert over the part of the shard group that has it; without ZeRO all of them are replicas.
+    """
+    same = layout.dp * layout.cp // layout.ep
+    shards = max(1, layout.shard // layout.ep) if layout.zero and layout.shard > 1 else 1
+    return same // shards, shards
+
+
+def _expert_group(layout: Layout, rank: int, axis: str) -> tuple[int, ...]:
+    members = _plane(layout, rank, ("dp_replicate", "dp_shard", "cp"))
+    at, ep = members.index(rank), layout.ep
+    if axis == EP:
+        return members[at // ep * ep : at // ep * ep + ep]
+    same, place = members[at % ep :: ep], at // ep
+    shards = expert_degrees(layout)[1]
+    if axis == EXPERT_SHARD:
+        return same[place // shards * shards : place // shards * shards + shards]
+    return same[place % shards :: shards]
 
 
 def groups(layout: Layout, axis: str) -> tuple[tuple[int, ...], ...]:

@@ -14,7 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.base.axes import TIED, WORLD
 from meshwright.layout.layout import Layout
-from meshwright.layout.ranks import DATA, SHARD, coordinates, group, mesh_shape
+from meshwright.layout.ranks import (
+    DATA,
+    EP,
+    EXPERT_AXES,
+    EXPERT_REPLICATE,
+    EXPERT_SHARD,
+    SHARD,
+    coordinates,
+    group,
+    mesh_shape,
+)
 from meshwright.layout.ranks import groups as all_groups
 
 
@@ -67,6 +77,30 @@ class MeshView:
             return None
         return self.mesh[names] if len(names) > 1 else self.mesh[next(iter(names))]
 
+    @property
+    def ep_rank(self) -> int:
+        """Which of the ``ep`` parts of the experts this rank holds."""
+        return group(self.layout, self.rank, EP).index(self.rank)
+
+    def expert_mesh(self) -> DeviceMesh:
+        """Return the mesh over the ranks that hold the same experts: expert_shard, in replicas where there are any.
+
+        Either may have one rank: FSDP2 then sends nothing on it.
+        """
+        shards = group(self.layout, self.rank, EXPERT_SHARD)
+        replicas = group(self.layout, self.rank, EXPERT_REPLICATE)
+        if len(replicas) == 1:
+            return DeviceMesh.from_group(
+                self.groups[EXPERT_SHARD],
+                self.device.type,
+                mesh=torch.tensor(shards),
+                mesh_dim_names=(EXPERT_SHARD,),
+            )
+        names = (EXPERT_REPLICATE, EXPERT_SHARD)
+        ranks = [list(group(self.layout, r, EXPERT_SHARD)) for r in replicas]
+        groups = [self.groups[a] for a in names]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=torch.tensor(ranks), mesh_dim_names=names)
+
     def group_names(self) -> dict[str, str]:
         """Return torch's name of each process group mapped to our axis name."""
         return {pg.group_name: axis for axis, pg in self.groups.items()}
@@ -98,6 +132,8 @@ def build_mesh(layout: Layout, rank: int, device_type: str = "cpu", *, tied: boo
     world = dist.group.WORLD
     assert world is not None
     groups[WORLD] = world
+    if layout.ep > 1:
+        groups |= {axis: _own_group(layout, rank, axis) for axis in EXPERT_AXES}
     if tied and layout.pp > 1:
         mine = _tied_group(layout, rank)
         if mine is not None:

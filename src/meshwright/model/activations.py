@@ -122,7 +122,17 @@ def saved_activations(
     if drops_residual(spec):
         masks = z.keep(2 * spec.hidden_size, mask_bytes)
         saved.append(SavedTensor(op="dropout masks", num_bytes=masks, along="sequence"))
+    saved += _adapters(spec, block, z)
     return tuple(s for s in saved if s.num_bytes)
+
+
+def _adapters(spec: ModelSpec, block: BlockSpec, z: _Sizes) -> Iterable[SavedTensor]:
+    """Return what adapters keep: the rank-wide product A x of each; its input is the matrix's own."""
+    if spec.adapter is None:
+        return
+    count = sum(1 for t in block.tensors if t.role == "adapter") // 2
+    kept = z.keep(count * spec.adapter.rank, z.c)
+    yield SavedTensor(op="inputs of the adapters' second factors", num_bytes=kept, along="column_input")
 
 
 def saved_final_bytes(

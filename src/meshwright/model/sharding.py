@@ -148,13 +148,14 @@ def gradient_sum(tensor: TensorSpec, tp: int, sp: bool, attention: AttentionSpec
     """Return over which ranks of the tensor axis the gradient of a block's ``tensor`` is still a partial sum.
 
     "all": every rank saw its own tokens (sequence-sharded norms and biases), its own heads (norms per head) or its
-    own part of each expert's output (routers, whose weights multiply those outputs);
+    own part of what the tensor is multiplied with (routers, whose weights multiply each expert's output; the factor of
+    an adapter that is not cut);
     "heads": the ranks with a copy of one key/value head; "": the rank's gradient is whole.
     """
     if tp == 1:
         return ""
     if rule(tensor).tp_dim is None:
-        own_part = tensor.dims == ("head_dim",) or tensor.role == "router"
+        own_part = tensor.dims == ("head_dim",) or tensor.role in ("router", "adapter")
         return "all" if sp or own_part else ""
     return "heads" if tp_copies(tensor, tp, attention) > 1 else ""
 

@@ -25,7 +25,25 @@ Role: TypeAlias = Literal[
     "shared_out",  # shared expert's down
     "norm",
     "head",  # language-model head                      [vocab, hidden]
+    "adapter",  # a low-rank factor beside a matrix          [rank, in] and [out, rank]
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSpec:
+    """Low-rank adapters beside the matrices of every block; see ``model.adapters``.
+
+    Attributes:
+        kind: "lora".
+        rank: rows of A and columns of B.
+        alpha: the product B A is scaled by alpha / rank.
+        targets: last parts of the names of the modules that get one; none means attention and feed-forward.
+    """
+
+    kind: Literal["lora"]
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +154,7 @@ class ModelSpec:
         final: tensors after the last block and before the head (final norm).
         head: head tensors; with ``tied_embeddings`` its weight has ``tied_to`` set.
         config: the text part of the config.json as read (nested text_config unwrapped).
+        adapter: the adapter whose tensors are among those of the blocks, or None; all others are then frozen.
         flags: short notes a user should see ("MoE", "more than 40 layers", "context above 8192", ...).
     """
 
@@ -161,6 +180,7 @@ class ModelSpec:
     flags: tuple[str, ...] = ()
     source: str = ""
     config: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
+    adapter: AdapterSpec | None = None
 
     @property
     def num_layers(self) -> int:

@@ -15,15 +15,17 @@ import torch
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem, refuse
 from meshwright.layout.batch import derive_batch
-from meshwright.layout.check import check
+from meshwright.layout.check import check, check_optimizer
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
 from meshwright.mesh import contract
 from meshwright.mesh.env import RankFacts, check_local_ranks, torchrun_facts
 from meshwright.mesh.launch import run_local
+from meshwright.model.adapters import adapted, parse_adapter
 from meshwright.model.randomness import draws_alike, layout_dependent
 from meshwright.model.read_hf import read_model, spec_from_config
 from meshwright.model.spec import ModelSpec
+from meshwright.parallel.adapters import missing_peft
 from meshwright.program.make import make_plan
 from meshwright.program.plan import Plan
 from meshwright.prove.ladder import climb
@@ -144,6 +146,7 @@ def run_proof(
             optimizer=optimizer,
             rates=tuple(rate.rate(k + 1) for k in range(steps)),
             max_norm=max_norm,
+            adapter=plan.adapter,
             rows_at_once=batch.micro_batch,
         )
 
@@ -219,6 +222,7 @@ def prove_command(
     global_batch: int | None = None,
     precision: str | None = None,
     freeze: Sequence[str] = (),
+    adapter: str | None = None,
     tie: bool = False,
     valid: str = "unequal",
     ladder: bool = False,
@@ -249,6 +253,9 @@ def prove_command(
     spec = read_model(target)
     if tie and not spec.tied_embeddings:
         spec = spec_from_config({**spec.config, "tie_word_embeddings": True}, spec.name, spec.source)
+    chosen = run.adapter.spec() if run is not None else None
+    spec = adapted(spec, parse_adapter(adapter) if adapter is not None else chosen)
+    refuse(missing_peft() if spec.adapter is not None else [], ExitCode.ENVIRONMENT)
     wanted = replace(parse_layout(layout), precision=precision or "fp64")
     length = seq_len or min(DEFAULT_SEQ_LEN, spec.max_position_embeddings)
     optimizer = run.optimizer if run is not None else ProofOptimizer()
@@ -265,6 +272,7 @@ def prove_command(
     }
 
     def prove(layout: Layout, simulated: bool = False) -> dict[str, Any]:
+        refuse(check_optimizer(layout, optimizer.name))
         plan = proof_plan(
             spec, layout, model_path=target, seq_len=length, global_batch=global_batch, freeze=patterns
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -23,26 +24,29 @@ from meshwright.cluster.load import cluster_from_probe, read_cluster
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.predict import predict
 from meshwright.layout.batch import Batch, derive_batch
-from meshwright.layout.check import check
+from meshwright.layout.check import check, check_optimizer
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
 from meshwright.layout.precision import precision_table
 from meshwright.mesh import contract
 from meshwright.mesh.env import cache_folder, check_local_ranks, check_world_size, torchrun_facts
 from meshwright.mesh.launch import run_local
+from meshwright.model.adapters import adapted, without_adapter
 from meshwright.model.counts import flops_per_token
 from meshwright.model.read_hf import read_model
 from meshwright.model.spec import ModelSpec
+from meshwright.orchestrate.data_rules import data_problems, last_step
 from meshwright.orchestrate.machine import machine_probe
 from meshwright.orchestrate.proving import write_json
+from meshwright.parallel.adapters import missing_peft
 from meshwright.parallel.build import build_model, config_problems
+from meshwright.parallel.compiled import missing_compiler
 from meshwright.program.make import check_frozen, make_plan
 from meshwright.program.plan import Plan
 from meshwright.program.plan_file import load_plan, plan_to_dict, save_plan
 from meshwright.schedule.text import parse_schedule
 from meshwright.search.search import SearchResult, search
-from meshwright.train.data import check_samples, prepare_tokens
-from meshwright.train.data.corpus import open_corpus
+from meshwright.train.data import check_data, check_samples, prepare_data
 from meshwright.train.loop import RankSummary, TrainTask, train_rank
 from meshwright.train.weights import load_pretrained
 
@@ -99,7 +103,7 @@ def prepare(
             cluster,
             run.data.seq_len,
             run.batch.sequences,
-            fix=_fixed(),
+            fix=_fixed(check_data(run.data) == "pack"),
             top=1,
             model_path=run.model.config,
         )
@@ -155,7 +159,7 @@ def _readable(run: Any, plan_path: str | None, text: str) -> ModelSpec:
             problems.extend(error.problems)
             return None
 
-    spec: ModelSpec | None = held(lambda: read_model(run.model.config))
+    spec: ModelSpec | None = held(lambda: adapted(read_model(run.model.config), run.adapter.spec()))
     layout: Layout | None = None
     batch: Batch | None = None
     if plan_path is not None:
@@ -171,12 +175,15 @@ def _readable(run: Any, plan_path: str | None, text: str) -> ModelSpec:
         if layout is not None:
             batch = held(lambda: derive_batch(layout, run.batch.sequences, run.data.seq_len))
     if spec is not None:
+        problems += missing_peft() if spec.adapter is not None else []
         problems += check_frozen(spec, tuple(run.freeze))
         if layout is not None:
             problems += check(spec, layout, batch, None, for_run=True)
+            problems += check_optimizer(layout, run.optimizer.name)
+            problems += missing_compiler(device_type()) if layout.compile == "blocks" else []
     if run.cluster is not None:
         held(lambda: read_cluster(run.cluster, None))
-    held(lambda: open_corpus(run.data.path, run.data.text_field))
+    problems += held(lambda: data_problems(run.data, spec, layout)) or []
     problems += _unwritable(Path(run.run.dir))
     refuse(problems)
     assert spec is not None
@@ -227,9 +234,10 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _fixed() -> str:
-    """Return what the planner must keep on this machine: a CPU trains in float32."""
-    return "" if torch.cuda.is_available() else "precision=fp32"
+def _fixed(packed: bool) -> str:
+    """Return what the planner must keep: a CPU trains in float32, packed documents without a context axis."""
+    kept = [] if torch.cuda.is_available() else ["precision=fp32"]
+    return ",".join([*kept, "cp=1"] if packed else kept)
 
 
 _NO_PRICE = frozenset({"E402", "E405", "E406", "E407"})
@@ -265,6 +273,7 @@ def _differences(plan: Plan, spec: ModelSpec, run: Any) -> list[Problem]:
         ("data.seq_len", plan.batch.seq_len, run.data.seq_len),
         ("batch.sequences", plan.batch.global_batch, run.batch.sequences),
         ("freeze", tuple(plan.frozen), tuple(run.freeze)),
+        ("adapter", plan.adapter, spec.adapter),
     ]
     return [
         problem(
@@ -375,27 +384,37 @@ def _train(
         refuse(_nothing_left(resume_from, stop_at))
     asked = config_problems(plan.model_config)
     refuse(asked)
-    for note in (*ready.warnings, *asked, *_beyond_horizon(stop_at_step, run.run.steps)):
+    for note in (
+        *ready.warnings,
+        *_data_notes(run, plan),
+        *asked,
+        *_beyond_horizon(stop_at_step, run.run.steps),
+    ):
         show(note.text())
     for line in _announce(plan, spec):
         show(line)
     build_model(plan.model_config, seed=0, device="meta")  # refused here, before anything is written
     cache = cache_folder()
-    weights = load_pretrained(run.model.weights, spec, cache, show) if run.model.weights else None
+    weights = (
+        load_pretrained(run.model.weights, without_adapter(spec), cache, show) if run.model.weights else None
+    )
     tokenizer = run.data.tokenizer
     if tokenizer is None and weights is not None:
         tokenizer = str(weights.tokenizer_folder) if weights.tokenizer_folder is not None else None
-    data = prepare_tokens(
-        run.data.path,
+    data = prepare_data(
+        run.data,
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
-        seq_len=run.data.seq_len,
-        eval_fraction=run.data.eval_fraction,
+        seed=run.run.seed,
         cache_dir=cache,
-        text_field=run.data.text_field,
         show=show,
+        jobs=os.cpu_count() or 1,
     )
     refuse(check_samples(data, run.batch.sequences))
+    stop_at, data_ends = last_step(data, run.batch.sequences, stop_at)
+    if data_ends:
+        show(data_ends)
+        refuse(_nothing_left(resume_from, stop_at) if resume_from is not None else [])
     if dry_run:
         return {"run_dir": str(folder), "dry_run": True, "plan": plan_to_dict(plan)}
     record = {
@@ -428,6 +447,7 @@ def _train(
         stop_at=stop_at,
         resume_from=resume_from,
         weights=weights,
+        offload_dir=_offload_dir(run, folder),
         manifest={
             "plan": plan_to_dict(plan),
             "versions": versions(),
@@ -442,7 +462,7 @@ def _train(
             device=device_type(),
             on_line=show,
             log_dir=folder / "logs",
-            preload=("transformers",),
+            preload=("transformers",) if spec.adapter is None else ("transformers", "peft"),
         )
     except MeshwrightError as error:
         if writes and error.exit_code == ExitCode.BAD_INPUT:
@@ -476,6 +496,14 @@ def _train(
         "measurement": record["measurement"],
         "errors_pct": record["errors_pct"],
     }
+
+
+def _offload_dir(run: Any, folder: Path) -> Path:
+    """Return the folder of this run's offloaded state: in the run folder, or its own one in ``run.offload_dir``."""
+    if run.run.offload_dir is None:
+        return folder / "offload"
+    own = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:12]
+    return Path(run.run.offload_dir) / f"{folder.name}-{own}"
 
 
 def _locked(folder: Path) -> IO[str]:
@@ -539,11 +567,22 @@ def _beyond_horizon(steps: int | None, horizon: int) -> list[Problem]:
     ]
 
 
+def _data_notes(run: Any, plan: Plan) -> list[Problem]:
+    """Return what the chosen layout makes of packed documents (the planner may have chosen it after the first look)."""
+    found = data_problems(run.data, None, plan.layout)
+    refuse(found)
+    return found
+
+
 def _announce(plan: Plan, spec: ModelSpec) -> list[str]:
     batch = plan.batch
+    trained = ""
+    if spec.adapter is not None:
+        count = sum(t.numel for t in spec.tensors() if t.role == "adapter")
+        trained = f"; {count:,} of them train: LoRA of rank {spec.adapter.rank}"
     return [
         f"{spec.name}: {spec.num_parameters:,} parameters on {plan.world_size} ranks, {plan.layout.text()}, "
-        f"plan {plan.hash}",
+        f"plan {plan.hash}{trained}",
         f"batch {batch.global_batch} sequences = dp {batch.dp} x micro-batch {batch.micro_batch} x accumulation "
         f"{batch.accumulation}; {batch.tokens:,} tokens per step",
     ]

@@ -1,7 +1,7 @@
 """The one fixed order in which a plan becomes a running model on one rank.
 
-build -> freeze -> attention over the context axis -> cut the stages -> cut by the tensor axis -> move -> recompute
--> data parallel (replicate or ZeRO) -> pipeline -> tied pair.
+build -> adapters -> freeze -> attention over the context axis -> cut the stages -> cut by the tensor axis -> spread the
+experts -> move -> compile -> recompute -> data parallel (replicate or ZeRO) -> pipeline -> tied pair.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -20,23 +21,29 @@ from meshwright.base.axes import TIED
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.layout.context import local_length
 from meshwright.layout.precision import PrecisionTable, precision_table
+from meshwright.layout.ranks import EXPERT_REPLICATE, group
 from meshwright.mesh.device_mesh import MeshView
 from meshwright.model.randomness import draws_alike, drops_probabilities
 from meshwright.model.sharding import tp_copies
 from meshwright.model.spec import ModelSpec
+from meshwright.parallel.adapters import add_adapters
 from meshwright.parallel.build import build_model, frozen_names
+from meshwright.parallel.compiled import compile_blocks
 from meshwright.parallel.context import ContextAxis, local_batch, use_context
 from meshwright.parallel.dropout import Dropout, place_on_axes, use_dropout
+from meshwright.parallel.expert import ExpertAxis, expert_axis, shard_experts, stage_experts
 from meshwright.parallel.loss import IGNORE, chunked_loss_sum
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import Float64Throughout, dtype_of, forward_context
 from meshwright.parallel.recompute import nested, recompute_blocks
 from meshwright.parallel.replicate import Replicate
-from meshwright.parallel.stage import StageModule, cut_stages, get_module, logical_name
+from meshwright.parallel.router_loss import RouterLoss
+from meshwright.parallel.stage import StageModule, at_positions, cut_stages, get_module, logical_name
 from meshwright.parallel.tensor import TensorAxis, joined, shard_tensors
 from meshwright.parallel.tied import local, sum_local_pair, sum_tied_gradient
 from meshwright.parallel.zero import Zero, shard
 from meshwright.program.plan import Plan
+from meshwright.program.units import leading_frozen
 from meshwright.schedule.actions import ActionKind, Schedule
 from meshwright.schedule.text import parse_schedule
 
@@ -71,6 +78,10 @@ def _silent(_: str) -> None:
     """Report nothing."""
 
 
+Place = tuple[tuple[int, ...], int, tuple[tuple[int, int], ...]]
+"""Logical shape, the dim that is cut, and (start, size) along it of each part that a rank holds."""
+
+
 @dataclass
 class ParallelModel:
     """A model cut by a plan, on one rank: forward and backward of a step, and the gradients it leaves.
@@ -103,6 +114,7 @@ class ParallelModel:
     dropout: Dropout | None = None
     context: ContextAxis | None = None
     tied_pair: tuple[nn.Parameter, nn.Parameter] | None = None
+    experts: ExpertAxis | None = None
     on_action: Callable[[str], None] = field(default=_silent)
     executed: list[str] = field(default_factory=list[str])
 
@@ -128,7 +140,9 @@ class ParallelModel:
         for engine in self.engines.values():
             engine.zero_grad()
 
-    def forward_backward(self, inputs_ABT: Tensor, labels_ABT: Tensor, scale: float) -> Tensor:
+    def forward_backward(
+        self, inputs_ABT: Tensor, labels_ABT: Tensor, scale: float, positions_ABT: Tensor | None = None
+    ) -> Tensor:
         """Run every micro-batch forward and backward; return the sum of token losses seen by this rank.
 
         Every rank of a context axis is given whole sequences, and takes its own tokens of them.
@@ -137,28 +151,44 @@ class ParallelModel:
             inputs_ABT: token ids, [accumulation, micro_batch, T].
             labels_ABT: shifted labels, [accumulation, micro_batch, T], -100 where no loss.
             scale: factor on the summed loss, 1 / global valid tokens (times the fp16 loss scale).
+            positions_ABT: positions that begin again with each packed document, or None: rows are one document.
 
         Communication: activations over ``pp``; keys and values over ``cp``; parameters and gradients over ``dp_*``
         as the policy says.
         """
         inputs_ABT, labels_ABT = local_batch(self.context, inputs_ABT, labels_ABT, IGNORE)
         if self.pipeline is not None:
-            sums = self.pipeline.run(inputs_ABT, labels_ABT, scale)
+            sums = self.pipeline.run(inputs_ABT, labels_ABT, scale, positions_ABT)
             self.executed = list(self.pipeline.executed)
         else:
-            sums = self._accumulate(inputs_ABT, labels_ABT, scale)
+            sums = self._accumulate(inputs_ABT, labels_ABT, scale, positions_ABT)
         return self._total(sums)
 
-    def tp_part(self, name: str, full: Tensor) -> Tensor:
-        """Return what this rank's coordinate on the tensor axis holds of the logical tensor ``name``."""
+    def part(self, name: str, full: Tensor) -> Tensor:
+        """Return what this rank's place on the tensor and expert axes holds of the logical tensor ``name``."""
+        if self.experts is not None:
+            full = self.experts.part(name, full)
         return full if self.tensor is None else self.tensor.part(name, full)
+
+    def place_of(self, name: str) -> tuple[Place, int] | None:
+        """Return the part held here - logical shape, dim, (start, size) of each piece - and its first row, or None.
+
+        The row is where the part begins in the logical tensor when another dim than the first is cut too.
+        """
+        rows = self.experts.place_of(name) if self.experts is not None else None
+        place = self.tensor.place_of(name) if self.tensor is not None else None
+        if place is None:
+            return None if rows is None else (rows, 0)
+        return place, 0 if rows is None else rows[2][0][0]
 
     def _total(self, sums: list[Tensor]) -> Tensor:
         if not sums or self.view.coords["tp"] != 0:  # every rank of a tensor axis has the same sum
             return torch.zeros((), dtype=torch.float64, device=self.view.device)
         return torch.stack([s.to(torch.float64) for s in sums]).sum()
 
-    def _accumulate(self, inputs_ABT: Tensor, labels_ABT: Tensor, scale: float) -> list[Tensor]:
+    def _accumulate(
+        self, inputs_ABT: Tensor, labels_ABT: Tensor, scale: float, positions_ABT: Tensor | None
+    ) -> list[Tensor]:
         sums: list[Tensor] = []
         self.executed = []
         last = inputs_ABT.shape[0] - 1
@@ -167,7 +197,7 @@ class ParallelModel:
             self._note(f"0F{k}")
             if self.dropout is not None:
                 self.dropout.micro_batch(k)
-            loss_sum = module(x_BT, labels=y_BT)
+            loss_sum = module(x_BT, labels=y_BT, **at_positions(positions_ABT, k))
             sums.append(loss_sum.detach())
             self._note(f"0B{k}")
             data.before_backward(last=k == last)
@@ -234,14 +264,17 @@ class ParallelModel:
             _multiply(grads, factor)
 
     @torch.no_grad()
-    def evaluate(self, inputs_ABT: Tensor, labels_ABT: Tensor) -> Tensor:
+    def evaluate(self, inputs_ABT: Tensor, labels_ABT: Tensor, positions_ABT: Tensor | None = None) -> Tensor:
         """Return the sum of token losses (float64; 0 on stages without the loss), without gradients."""
         self.module.eval()
         inputs_ABT, labels_ABT = local_batch(self.context, inputs_ABT, labels_ABT, IGNORE)
         if self.pipeline is not None:
-            sums = self.pipeline.evaluate(inputs_ABT, labels_ABT)
+            sums = self.pipeline.evaluate(inputs_ABT, labels_ABT, positions_ABT)
         else:
-            sums = [self.stages[0](x, labels=y) for x, y in zip(inputs_ABT, labels_ABT, strict=True)]
+            sums = [
+                self.stages[0](x, labels=y, **at_positions(positions_ABT, k))
+                for k, (x, y) in enumerate(zip(inputs_ABT, labels_ABT, strict=True))
+            ]
         self.module.train()
         for engine in self.engines.values():
             if isinstance(engine, Zero):
@@ -257,8 +290,11 @@ def apply_plan(
     seed: int,
     weights: Mapping[str, Tensor] | None = None,
     on_action: Callable[[str], None] = _silent,
+    compile_backend: str = "inductor",
 ) -> ParallelModel:
     """Return this rank's part of the model of ``plan``, ready to train. Every rank of the mesh calls it.
+
+    ``compile_backend`` is what ``compile=blocks`` compiles with.
 
     Raises:
         MeshwrightError: E546 when a stage has nothing to train, E811, E812.
@@ -266,9 +302,11 @@ def apply_plan(
     layout = plan.layout
     table = precision_table(layout)
     causal_lm = build_model(plan.model_config, seed=seed, dtype=dtype_of(table.storage), weights=weights)
+    if spec.adapter is not None:
+        add_adapters(causal_lm, spec, seed)
     frozen = frozen_names(spec, plan.frozen)
     for name, p in causal_lm.named_parameters():
-        p.requires_grad_(name not in frozen)
+        p.requires_grad_(logical_name(name) not in frozen)
     dropout = _dropout(causal_lm, spec, plan, view, seed)
     context = use_context(causal_lm, spec, view, plan.batch.seq_len) if layout.cp > 1 else None
     schedule = parse_schedule(plan.schedule_text, name=layout.schedule)
@@ -286,22 +324,32 @@ def apply_plan(
         contexts: list[AbstractContextManager[Any]] = [] if dropout is None else [dropout.held()]
         return nested(*contexts, *([Float64Throughout()] if table.compute == "fp64" else []))
 
+    experts = expert_axis(spec, view) if layout.ep > 1 else None
     for index, stage in stages.items():
         stage.forward_context = lambda: forward_context(table, view.device.type)
         stage.position_ids = None if context is None else context.position_ids
         if layout.loss == "chunked":
             halves = any(a.kind is ActionKind.WEIGHT_GRAD for a in schedule.rows[view.pp_rank])
             stage.chunked_loss = partial(chunked_loss_sum, halves=halves)
+        if stage.is_whole and spec.moe is not None and plan.model_config.get("output_router_logits"):
+            stage.router_loss = RouterLoss(stage.causal_lm, spec)
         if layout.tp > 1:
             axes.append(shard_tensors(stage, spec, view))
+        if experts is not None:
+            shard_experts(stage, experts)
         stage.to(view.device)
         shapes |= {logical_name(n): tuple(p.shape) for n, p in stage.named_parameters()}
         if not any(p.requires_grad for p in stage.parameters()):
             raise MeshwrightError(
                 problem("E546", where="freeze", found=f"stage {index} has no trainable parameter left")
             )
+        if layout.compile == "blocks":
+            compile_blocks(stage_blocks(stage, spec), compile_backend)
         recompute_blocks(stage_blocks(stage, spec), layout.recompute, again_in)
-        engines[index] = _data_parallel(stage, spec, view, table)
+        engine = engines[index] = _data_parallel(stage, spec, view, table, experts)
+        leading = leading_frozen(spec, layout, index, plan.frozen)
+        if isinstance(engine, Zero) and leading:
+            engine.begin_backward_at([*stage_blocks(stage, spec), stage][leading])
         held = {logical_name(n): p for n, p in stage.named_parameters()}
         params |= held
         stage_of |= dict.fromkeys(held, index)
@@ -318,10 +366,11 @@ def apply_plan(
         stage_of=stage_of,
         pipeline=None,
         params=params,
-        owned=_owned(spec, view, params),
+        owned=_owned(spec, view, params, experts),
         decays=decays,
         tied_weight=None if pair is not None else _tied_weight(spec, view, params),
         tensor=joined(axes) if axes else None,
+        experts=experts,
         context=context,
         tied_pair=pair,
         dropout=dropout,
@@ -354,10 +403,11 @@ def stage_blocks(module: StageModule, spec: ModelSpec) -> list[nn.Module]:
 
 
 def _data_parallel(
-    module: StageModule, spec: ModelSpec, view: MeshView, table: PrecisionTable
+    module: StageModule, spec: ModelSpec, view: MeshView, table: PrecisionTable, axis: ExpertAxis | None
 ) -> Replicate | Zero:
     layout = view.layout
     blocks = stage_blocks(module, spec)
+    mixtures = list(stage_experts(module, axis).values()) if axis is not None else []
     mesh = view.submesh("dp_replicate", "dp_shard")
     if layout.zero >= 1 and layout.shard > 1:
         assert mesh is not None
@@ -369,20 +419,32 @@ def _data_parallel(
             layout.zero,
             param_dtype=dtype_of(table.gather) if low else None,
             reduce_dtype=dtype_of(table.reduce) if low else None,
+            experts=mixtures,
+            expert_mesh=view.expert_mesh() if mixtures else None,
         )
     in_blocks = {id(p) for b in blocks for p in b.parameters()}
-    root = [p for p in module.parameters() if p.requires_grad and id(p) not in in_blocks]
-    units = [("root", root)] + [
-        (f"block {i}", [p for p in b.parameters() if p.requires_grad]) for i, b in enumerate(blocks)
-    ]
-    return Replicate(units, view.groups.get("dp_replicate"))
+    in_mixtures = {id(p) for m in mixtures for p in m.parameters()}
+    units = [("root", [p for p in module.parameters() if p.requires_grad and id(p) not in in_blocks])]
+    own: dict[str, dist.ProcessGroup | None] = {}
+    same = view.groups.get(EXPERT_REPLICATE)
+    for i, block in enumerate(blocks):
+        params = [p for p in block.parameters() if p.requires_grad]
+        units.append((f"block {i}", [p for p in params if id(p) not in in_mixtures]))
+        units.append((f"experts of block {i}", [p for p in params if id(p) in in_mixtures]))
+        own[f"experts of block {i}"] = same if same is not None and same.size() > 1 else None
+    return Replicate(units, view.groups.get("dp_replicate"), own_groups=own)
 
 
-def _owned(spec: ModelSpec, view: MeshView, params: Mapping[str, Any]) -> frozenset[str]:
+def _owned(
+    spec: ModelSpec, view: MeshView, params: Mapping[str, Any], experts: ExpertAxis | None
+) -> frozenset[str]:
     """Return the names whose local elements this rank counts: the first copy only, and a tied copy nowhere."""
+    spread = frozenset(n for n in params if experts is not None and n in experts.tensors)
+    if spread and group(view.layout, view.rank, EXPERT_REPLICATE)[0] != view.rank:
+        params = {n: p for n, p in params.items() if n not in spread}
     copy_of_context = view.layout.zero == 0 and view.coords["cp"] != 0
     if view.coords["dp_replicate"] != 0 or copy_of_context:
-        return frozenset()
+        return spread & params.keys()
     degree, at = view.layout.tp, view.coords["tp"]
     copies = {
         t.name

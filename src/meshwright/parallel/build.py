@@ -11,12 +11,16 @@ from torch import Tensor, nn
 
 from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
 from meshwright.model.spec import ModelSpec
+from meshwright.program import units
+
+ROUTER_LOSS = ("mixtral", "qwen3_moe")
+"""Model types whose router loss is built (see ``parallel.router_loss``)."""
 
 
 def config_problems(config: Mapping[str, Any]) -> list[Problem]:
     """Return what a config asks for that is not done: E547 router loss, E560 quantised weights, W543 custom code."""
     problems: list[Problem] = []
-    if config.get("output_router_logits"):
+    if config.get("output_router_logits") and config.get("model_type") not in ROUTER_LOSS:
         problems.append(
             problem(
                 "E547", where="model.config.output_router_logits", found="true, so the loss has a router term"
@@ -61,8 +65,8 @@ def build_model(
         hf_config = AutoConfig.for_model(config["model_type"], **keys)
         torch.manual_seed(seed)
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
-        if dtype == torch.float64 and _has_experts(config):
-            hf_config._experts_implementation = "eager"  # grouped_mm has no float64
+        if _has_experts(config) and (dtype == torch.float64 or not _groups_rows(hf_config)):
+            hf_config._experts_implementation = "eager"  # one by one: what torch's grouped matmul refuses
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(hf_config, **options)
     except Exception as error:  # a wrong field can surface as any exception of transformers or torch
@@ -98,22 +102,25 @@ def _has_experts(config: Mapping[str, Any]) -> bool:
     return any(k in config for k in ("num_local_experts", "num_experts", "n_routed_experts"))
 
 
+def _groups_rows(config: Any) -> bool:
+    """Return whether the rows of the experts' matrices are multiples of 16 bytes, in 2-byte dtypes too."""
+    widths = (
+        getattr(config, name, None) for name in ("hidden_size", "intermediate_size", "moe_intermediate_size")
+    )
+    return all(width % 8 == 0 for width in widths if isinstance(width, int))
+
+
 def frozen_names(spec: ModelSpec, patterns: tuple[str, ...]) -> frozenset[str]:
     """Return the names that ``patterns`` (shell wildcards) freeze; a tied head follows its embedding.
 
     Raises:
         MeshwrightError: E812 for a pattern without a match.
     """
-    names: set[str] = set()
-    problems = []
-    for pattern in patterns:
-        hit = {t.name for t in spec.tensors() if fnmatchcase(t.name, pattern)}
-        if not hit:
-            problems.append(problem("E812", where="freeze", found=f"{pattern!r} matches no parameter"))
-        names |= hit
-    if problems:
-        raise MeshwrightError(problems)
-    for tensor in spec.tensors():
-        if tensor.tied_to is not None and (tensor.tied_to in names or tensor.name in names):
-            names |= {tensor.name, tensor.tied_to}
-    return frozenset(names)
+    refuse(
+        [
+            problem("E812", where="freeze", found=f"{pattern!r} matches no parameter")
+            for pattern in patterns
+            if not any(fnmatchcase(t.name, pattern) for t in spec.tensors())
+        ]
+    )
+    return units.frozen_names(spec, patterns)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
+from meshwright.parallel.stage import at_positions
 from meshwright.schedule.actions import Action, ActionKind, Schedule
 from meshwright.schedule.lower import lower, lower_forward
 
@@ -101,8 +102,9 @@ class _Shell(nn.Module):
         self.inner = inner
         self.is_last = is_last
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-        return self.inner(x, labels=labels) if self.is_last else self.inner(x)
+    def forward(self, x: Tensor, labels: Tensor | None = None, positions: Tensor | None = None) -> Any:
+        given = {} if positions is None else {"positions": positions}
+        return self.inner(x, labels=labels, **given) if self.is_last else self.inner(x, **given)
 
 
 class Pipeline:
@@ -209,13 +211,16 @@ class Pipeline:
         self._sums.append(loss_sum.detach())
         return loss_sum * self._scale
 
-    def run(self, inputs_ABT: Tensor, labels_ABT: Tensor, scale: float) -> list[Tensor]:
+    def run(
+        self, inputs_ABT: Tensor, labels_ABT: Tensor, scale: float, positions_ABT: Tensor | None = None
+    ) -> list[Tensor]:
         """Run all micro-batches forward and backward; return the unscaled loss sums (last stage only).
 
         Args:
             inputs_ABT: token ids, [accumulation, B, T]; used on the first stage.
             labels_ABT: shifted labels, [accumulation, B, T]; used on the last stage.
             scale: factor on the summed loss before backward.
+            positions_ABT: positions that begin again with each packed document; used on every stage.
         """
         self.executed.clear()
         self._scale = scale
@@ -223,12 +228,17 @@ class Pipeline:
         for stage in self._stages:
             stage.clear_runtime_states()
         args = [(x,) if 0 in self._modules else () for x in inputs_ABT]
-        kwargs = [{"labels": y} if self._last in self._modules else {} for y in labels_ABT]
+        kwargs = [
+            ({"labels": y} if self._last in self._modules else {}) | at_positions(positions_ABT, k)
+            for k, y in enumerate(labels_ABT)
+        ]
         self._runtime._step_microbatches(args, kwargs, list(labels_ABT), None, return_outputs=False)
         return self._sums
 
     @torch.no_grad()
-    def evaluate(self, inputs_ABT: Tensor, labels_ABT: Tensor) -> list[Tensor]:
+    def evaluate(
+        self, inputs_ABT: Tensor, labels_ABT: Tensor, positions_ABT: Tensor | None = None
+    ) -> list[Tensor]:
         """Run all micro-batches forward only, as the schedule's forwards stand; return the loss sums (last stage).
 
         Communication: one send/recv of [B, T, D] per micro-batch and border between ranks.
@@ -237,10 +247,13 @@ class Pipeline:
         m = self.schedule.num_micro_batches
         for start in range(0, inputs_ABT.shape[0], m):
             row = lower_forward(self.schedule, min(m, inputs_ABT.shape[0] - start))[self.rank]
-            sums += self._forwards(row, inputs_ABT[start:], labels_ABT[start:])
+            positions = None if positions_ABT is None else positions_ABT[start:]
+            sums += self._forwards(row, inputs_ABT[start:], labels_ABT[start:], positions)
         return sums
 
-    def _forwards(self, row: Sequence[Action], inputs_ABT: Tensor, labels_ABT: Tensor) -> list[Tensor]:
+    def _forwards(
+        self, row: Sequence[Action], inputs_ABT: Tensor, labels_ABT: Tensor, positions_ABT: Tensor | None
+    ) -> list[Tensor]:
         sums: list[Tensor] = []
         at: dict[tuple[int, int], Tensor] = {}
         arriving: dict[tuple[int, int], Any] = {}
@@ -259,10 +272,11 @@ class Pipeline:
                 if (stage, k) in arriving:
                     arriving.pop((stage, k)).wait()
                 x = inputs_ABT[k] if stage == 0 else at.pop((stage, k))
+                given = at_positions(positions_ABT, k)
                 if stage == self._last:
-                    sums.append(self._modules[stage](x, labels=labels_ABT[k]))
+                    sums.append(self._modules[stage](x, labels=labels_ABT[k], **given))
                 else:
-                    at[stage + 1, k] = self._modules[stage](x)
+                    at[stage + 1, k] = self._modules[stage](x, **given)
         for work, _ in leaving:
             work.wait()
         return sums

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.layout.layout import Layout
+from meshwright.layout.ranks import expert_degrees
 from meshwright.mesh.device_mesh import MeshView
-from meshwright.model.sharding import tp_copies, tp_shape
-from meshwright.model.spec import ModelSpec
+from meshwright.model.sharding import rule, tp_copies, tp_shape
+from meshwright.model.spec import ModelSpec, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,11 @@ def account(spec: ModelSpec, layout: Layout, ranks: Sequence[Sequence[Placed]]) 
             missing.append(tensor.name)
             continue
         total = sum(i.numel for i in items)
-        expected = prod(tensor.shape) * replicas * tp_copies(tensor, layout.tp, spec.attention)
+        experts = layout.ep > 1 and rule(tensor).ep_dim is not None
+        copies = expert_degrees(layout)[0] if experts else replicas
+        expected = prod(tensor.shape) * copies * tp_copies(tensor, layout.tp, spec.attention)
         stages = {i.stage for i in items}
-        shaped = all(i.shape == tp_shape(tensor, layout.tp, i.tp, spec.attention) for i in items)
+        shaped = all(i.shape == _local_shape(tensor, spec, layout, i.tp) for i in items)
         if total != expected or len(stages) != 1 or not shaped:
             wrong.append(
                 {
@@ -109,6 +112,11 @@ def account(spec: ModelSpec, layout: Layout, ranks: Sequence[Sequence[Placed]]) 
         "wrong": wrong,
         "unknown": unknown,
     }
+
+
+def _local_shape(tensor: TensorSpec, spec: ModelSpec, layout: Layout, tp: int) -> tuple[int, ...]:
+    shape = tp_shape(tensor, layout.tp, tp, spec.attention)
+    return (shape[0] // layout.ep, *shape[1:]) if rule(tensor).ep_dim is not None else shape
 
 
 def refuse_incomplete(result: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ rank, whatever parameters a rank's data happened to use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,11 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
 class FlatUnit:
     """The trainable parameters of one unit and the flat buffer that holds their gradients."""
 
-    def __init__(self, name: str, params: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, name: str, params: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None
+    ) -> None:
         self.name = name
+        self.group = group
         self.params = tuple(params)
         first = self.params[0]
         self.buffer = torch.zeros(sum(p.numel() for p in params), dtype=first.dtype, device=first.device)
@@ -61,6 +64,7 @@ class Replicate:
     Args:
         units: (name, trainable parameters) from first to last, in the order of the model.
         group: the data-parallel group, or None for one replica (then there is nothing to reduce).
+        own_groups: units, by name, that are reduced over another group (None: over none), such as experts.
         average: divide the sum by the number of replicas (a user's own loop that takes the mean per rank).
 
     Attributes:
@@ -72,11 +76,13 @@ class Replicate:
         units: Sequence[tuple[str, Sequence[nn.Parameter]]],
         group: dist.ProcessGroup | None,
         *,
+        own_groups: Mapping[str, dist.ProcessGroup | None] | None = None,
         average: bool = False,
     ) -> None:
-        self.group = group
+        own = own_groups or {}
         self.average = average
-        self.units = [FlatUnit(name, params) for name, params in units if params]
+        self.units = [FlatUnit(name, params, own.get(name, group)) for name, params in units if params]
+        self.reduces = any(unit.group is not None for unit in self.units)
         self.reached: set[int] = set()
         self.sync = False
         self._next = len(self.units) - 1
@@ -92,7 +98,7 @@ class Replicate:
     def _hook(self, unit: FlatUnit, key: int) -> Callable[[Tensor], None]:
         def on_gradient(_: Tensor) -> None:
             self.reached.add(key)
-            if self.sync and self.group is not None:
+            if self.sync and self.reduces:
                 if self._finish_with_backward and self._next == len(self.units) - 1 and not self._queued:
                     self._queued = True
                     queue_after_backward(self._end_of_backward)
@@ -107,10 +113,12 @@ class Replicate:
 
     def _launch(self, unit: FlatUnit) -> None:
         unit.attach()
-        work = dist.all_reduce(unit.buffer, group=self.group, async_op=True)
+        self._next -= 1
+        if unit.group is None:
+            return
+        work = dist.all_reduce(unit.buffer, group=unit.group, async_op=True)
         assert work is not None
         self._works.append(work)
-        self._next -= 1
 
     def finish_with_backward(self) -> None:
         """Finish by itself at the end of every synchronising backward (a user's own loop calls no ``finish``)."""
@@ -147,7 +155,7 @@ class Replicate:
 
     def end_of_stage(self) -> None:
         """Launch the units that the last backward has not (parameters it did not use), in the fixed order."""
-        if self.group is not None:
+        if self.reduces:
             while self._next >= 0:
                 self._launch(self.units[self._next])
         self.sync = False
@@ -155,12 +163,12 @@ class Replicate:
     def finish(self) -> None:
         """Reduce what backward has not and wait for all of it."""
         self.end_of_stage()
-        if self.group is not None:
+        if self.reduces:
             for work in self._works:
                 work.wait()
             if self.average:
                 for unit in self.units:
-                    unit.buffer.div_(self.group.size())
+                    unit.buffer.div_(unit.group.size() if unit.group is not None else 1)
         self._works.clear()
         self._next = len(self.units) - 1
         self.sync = False

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,18 @@ from torch.nn import functional as F
 
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.loss import IGNORE
+
+
+class RouterTerm(Protocol):
+    """A term of the loss from the logits of a mixture's routers (see ``parallel.router_loss``)."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Note the logits of the forward inside."""
+        ...
+
+    def take(self, labels_BT: Tensor) -> Tensor:
+        """Return the term, summed like the token losses."""
+        ...
 
 
 class StageBlocks(nn.ModuleList):
@@ -78,7 +90,8 @@ class StageModule(nn.Module):
 
     ``forward(x, labels)``: the first stage takes token ids [B, T]; later stages take hidden states [B, T, D].
     All but the last return hidden states [B, T, D] in ``wire_dtype``; the last returns the summed loss of
-    the valid tokens (a scalar), so that logits live no longer than the loss needs them.
+    the valid tokens (a scalar), so that logits live no longer than the loss needs them. Where gradients are made, the
+    routers' term is added to it; without gradients (an evaluation) the loss is that of the tokens alone.
     """
 
     def __init__(
@@ -94,6 +107,7 @@ class StageModule(nn.Module):
         self.forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
         self.chunked_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
         self.loss_sum: Callable[[Tensor, Tensor], Tensor] = token_loss_sum
+        self.router_loss: RouterTerm | None = None
         self.position_ids: Tensor | None = None
         """Positions of the tokens that the stage is given, [1, T]; None where they are 0 .. T - 1."""
 
@@ -102,33 +116,60 @@ class StageModule(nn.Module):
         """Whether this stage is the whole model."""
         return self.is_first and self.is_last
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return logits [B, T, V] of the last stage (this rank's columns of V where a tensor axis cuts it)."""
         if self.is_whole:
-            return self.causal_lm(input_ids=x, use_cache=False, **self._positions()).logits
+            return self.causal_lm(input_ids=x, use_cache=False, **self._positions(positions)).logits
         head = self.causal_lm.get_submodule(self.head_path)
-        return head(self._hidden(x))
+        return head(self._hidden(x, positions))
 
-    def _hidden(self, x: Tensor) -> Tensor:
+    def _hidden(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         base = self.causal_lm.get_submodule(self.base_path)
         inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
-        return base(**inputs, use_cache=False, **self._positions()).last_hidden_state
+        return base(**inputs, use_cache=False, **self._positions(positions)).last_hidden_state
 
-    def _positions(self) -> dict[str, Tensor]:
+    def _positions(self, packed: Tensor | None) -> dict[str, Any]:
+        """Return what a decoder is told of positions: those of packed documents, or of this rank's tokens, or nothing.
+
+        With positions that begin again and neither a mask nor a cache, transformers masks attention by document.
+        """
+        if packed is not None:
+            return {"position_ids": packed, "attention_mask": None}
         return {} if self.position_ids is None else {"position_ids": self.position_ids}
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return hidden states, or the summed loss on the last stage (see the class)."""
+    def forward(self, x: Tensor, labels: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Return hidden states, or the summed loss on the last stage (see the class).
+
+        ``positions`` [B, T] begin again at 0 with each packed document; None where a row is one document. Every
+        stage is given them: each of them builds its own mask.
+        """
+        router = self.router_loss
+        if router is None or labels is None or not torch.is_grad_enabled():
+            return self._forward(x, labels, positions)
+        with router.recording():
+            loss = self._forward(x, labels, positions)
+        with self.forward_context():
+            return loss + router.take(labels)
+
+    def _forward(self, x: Tensor, labels: Tensor | None, positions: Tensor | None) -> Tensor:
         with self.forward_context():
             if self.chunked_loss is not None and labels is not None:
                 return self.chunked_loss(
-                    self.causal_lm.get_submodule(self.head_path), self._hidden(x), labels
+                    self.causal_lm.get_submodule(self.head_path), self._hidden(x, positions), labels
                 )
-            out = self.logits(x) if self.is_last else self._hidden(x).to(self.wire_dtype)
+            if self.is_last:
+                out = self.logits(x, positions)
+            else:
+                out = self._hidden(x, positions).to(self.wire_dtype)
         if not self.is_last and out._is_view():
             # FSDP2 hooks onto the output, and an in-place use of a view would lose that hook.
             out = out.clone()
         return out if labels is None else self.loss_sum(out, labels)
+
+
+def at_positions(positions_ABT: Tensor | None, micro_batch: int) -> dict[str, Tensor]:
+    """Return the keyword argument of a stage's forward for one micro-batch; none where rows are one document."""
+    return {} if positions_ABT is None else {"positions": positions_ABT[micro_batch]}
 
 
 def cut_stages(
@@ -216,5 +257,12 @@ def _narrow_config(base: nn.Module, start: int, count: int) -> None:
 
 
 def logical_name(name: str) -> str:
-    """Return the Hugging Face parameter name of a StageModule's parameter ``name``."""
-    return name.removeprefix("causal_lm.")
+    """Return the Hugging Face parameter name of a StageModule's parameter ``name``.
+
+    Beside an adapter a layer's own parameters stand one level deeper ("base_layer"), and the adapter's below its name
+    ("default"); logical names have neither.
+    """
+    name = name.removeprefix("causal_lm.")
+    if ".lora_" in name:
+        return name.replace(".default.", ".")
+    return name.replace(".base_layer.", ".")

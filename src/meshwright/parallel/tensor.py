@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from meshwright.mesh.device_mesh import MeshView
 from meshwright.model.sharding import gradient_sum, rule, tp_ranges
 from meshwright.model.spec import ModelSpec, TensorSpec
+from meshwright.parallel.adapters import adapter_output, base_layer
 from meshwright.parallel.loss import Columns
 from meshwright.parallel.stage import IGNORE, StageModule, get_module, logical_name
 from meshwright.parallel.tied import local
@@ -320,7 +321,7 @@ def _cut_block(block: nn.Module, prefix: str, axis: TensorAxis, sp: bool) -> Non
             if parent not in entered:
                 entered.add(parent)
                 _before(block.get_submodule(parent), axis.group, *entry)
-            _tell_width(block.get_submodule(path))
+            _tell_width(base_layer(block.get_submodule(path)))
             if tensor.role == "attention_in":
                 _tell_heads(block.get_submodule(parent), axis)
         elif tensor.role in ("attention_out", "mlp_out"):
@@ -353,15 +354,20 @@ def _tell_heads(attention: Any, axis: TensorAxis) -> None:
 
 
 def _cut_rows(matrix: Any, axis: TensorAxis, sp: bool) -> None:
-    """Add up the partial sums of a row-cut matrix (to this rank's tokens with ``sp``), then add its bias once."""
+    """Add up the partial sums of a row-cut matrix (to this rank's tokens with ``sp``), then add its bias once.
+
+    An adapter's product is a partial sum too, of this rank's columns of A, and is added up in the same collective.
+    """
     exit_ = (_reduce_scatter, _all_gather) if sp else (_all_reduce, _same)
+    layer, matrix = matrix, base_layer(matrix)
     stored_in_out = not isinstance(matrix, nn.Linear)
 
     def forward(x: Tensor) -> Tensor:
         weight = matrix.weight.t() if stored_in_out else matrix.weight
-        y: Any = _Transposed.apply(F.linear(x, weight), axis.group, *exit_)
+        y: Any = F.linear(x, weight)
+        y = _Transposed.apply(y if layer is matrix else y + adapter_output(layer, x), axis.group, *exit_)
         return y if matrix.bias is None else y + matrix.bias.to(y.dtype)
 
-    matrix.forward = forward
+    layer.forward = forward
     if not stored_in_out:
         matrix.in_features = matrix.weight.shape[1]

@@ -8,6 +8,9 @@ One mechanism, three policies. Parameters rest sharded on dim 0 over ``dp_shard`
 * stage 3: parameters are dropped after each unit's forward and gathered again for its backward; gradients as
   in stage 2.
 
+With experts spread over ranks, each mixture's experts are a unit of their own over the ranks that hold the same
+ones (``expert_shard``, ``expert_replicate``), under the same policy.
+
 With ``dp_replicate`` above 1 (HSDP) each rank's gradient shard is also all-reduced over the replicas, once
 per step. Gradients are summed, never averaged: the loss is divided by the step's global valid tokens.
 """
@@ -15,6 +18,7 @@ per step. Gradients are summed, never averaged: the loss is divided by the step'
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +70,15 @@ class Zero:
     def finish(self) -> None:
         """Nothing is left: the last backward reduced everything."""
 
+    def begin_backward_at(self, block: nn.Module) -> None:
+        """Let ``block`` (or the root) be the last that backward gathers for: no gradient flows into those before it.
+
+        FSDP2 prefetches in each unit's backward the unit before it, wanted or not; here it is told to prefetch the
+        root unit, which is gathered then anyway.
+        """
+        assert isinstance(block, FSDPModule)
+        block.set_modules_to_backward_prefetch([self.root])
+
     def waiting_gradients(self) -> list[Tensor]:
         """Return the gradients that wait for the last backward: whole (stage 1), or shards to be summed (HSDP)."""
         found: list[Tensor] = []
@@ -99,15 +112,22 @@ def shard(
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     average: bool = False,
+    experts: Sequence[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
 ) -> Zero:
     """Shard ``root`` over ``mesh`` (1-D dp_shard, or 2-D dp_replicate x dp_shard): one unit per block, then the rest.
 
-    ``average`` divides the summed gradients by the number of ranks (a user's own loop that takes the mean per rank).
+    ``experts`` are modules inside the blocks that are sharded over ``expert_mesh``. ``average`` divides the summed
+    gradients by the number of ranks (a user's own loop that takes the mean per rank).
 
     Communication: none now; see the module for what a step does.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     reshard = stage == 3
+    # The weights of the router keep their own, wider dtype on the way into the experts.
+    inner = replace(policy, cast_forward_inputs=False)
+    for mixture in experts:
+        fully_shard(mixture, mesh=expert_mesh, mp_policy=inner, reshard_after_forward=reshard)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

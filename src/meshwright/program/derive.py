@@ -13,16 +13,23 @@ from meshwright.layout.check import check_built
 from meshwright.layout.context import local_length
 from meshwright.layout.layout import Layout
 from meshwright.layout.precision import PrecisionTable, precision_table
-from meshwright.layout.ranks import SHARD, coordinates, group
-from meshwright.model.counts import block_forward_flops, head_forward_flops
+from meshwright.layout.ranks import EXPERT_REPLICATE, EXPERT_SHARD, SHARD, coordinates, group
+from meshwright.model.counts import (
+    block_forward_flops,
+    block_weight_flops,
+    head_forward_flops,
+    head_weight_flops,
+)
 from meshwright.model.sharding import tp_shape
 from meshwright.model.spec import ModelSpec
 from meshwright.program.context import attention_collectives
+from meshwright.program.expert import data_degrees, exchanges, split_units
 from meshwright.program.step import Collective, CollectiveKind, Compute, LedgerLine, Op, StepProgram, ledger
 from meshwright.program.tensor import micro_batch_collectives, on_rank, step_collectives
 from meshwright.program.units import (
     Unit,
     frozen_names,
+    leading_frozen,
     shard_numel,
     stage_layers,
     stage_units,
@@ -76,6 +83,12 @@ def forward_flops_per_token(spec: ModelSpec, layout: Layout, stage: int, seq_len
     return total + (head_forward_flops(spec) if stage == layout.num_stages - 1 else 0.0)
 
 
+def unneeded_weight_flops(spec: ModelSpec, layout: Layout, stage: int) -> float:
+    """Return the FLOPs per token of weight gradients that a backward of ``stage`` saves because an adapter trains."""
+    total = sum(block_weight_flops(spec, spec.blocks[i]) for i in stage_layers(layout, stage))
+    return total + (head_weight_flops(spec) if stage == layout.num_stages - 1 else 0.0)
+
+
 class _Deriver:
     """One rank's facts, and the operations that each action stands for."""
 
@@ -95,7 +108,9 @@ class _Deriver:
         stages = [s for s, r in enumerate(schedule.stage_ranks) if r == coordinates(layout, rank)["pp"]]
         at = coordinates(layout, rank)["tp"]
         self.units = {
-            stage: tuple(on_rank(u, spec, layout, at) for u in stage_units(spec, layout, stage, frozen))
+            stage: split_units(
+                [on_rank(u, spec, layout, at) for u in stage_units(spec, layout, stage, frozen)], layout
+            )
             for stage in stages
         }
         tokens = batch.micro_batch * batch.seq_len
@@ -104,6 +119,8 @@ class _Deriver:
             for s in stages
         }
         self.frozen = frozen_names(spec, frozen)
+        self.leading = {s: leading_frozen(spec, layout, s, frozen) for s in stages}
+        self.weights = {s: tokens * unneeded_weight_flops(spec, layout, s) / layout.tp for s in stages}
 
     def ops(self, row: Sequence[Action]) -> Iterator[Op]:
         """Yield the operations of the whole step."""
@@ -135,7 +152,7 @@ class _Deriver:
             if self.layout.zero == 3 and action.kind is not ActionKind.WEIGHT_GRAD:
                 yield from self._gathers(stage, k, "backward")
             half = _HALVES[action.kind]
-            flops = (1 if half else 2) * self.flops[stage]
+            flops = (1 if half else 2) * self.flops[stage] - (0.0 if half == "input" else self.weights[stage])
             yield Compute(what="backward", stage=stage, micro_batch=k, flops=flops, half=half)
             if action.kind is not ActionKind.WEIGHT_GRAD:
                 yield from self._tensor(stage, k, "backward")
@@ -147,46 +164,56 @@ class _Deriver:
 
     def _tensor(self, stage: int, k: int | None, phase: Literal["forward", "backward"]) -> Iterator[Op]:
         yield from micro_batch_collectives(self.spec, self.layout, self.batch, stage, k, self.frozen, phase)
+        yield from exchanges(self.spec, self.layout, self.batch, stage, k, self.frozen, phase)
 
     def _context(self, stage: int, k: int | None, phase: Literal["forward", "backward"]) -> Iterator[Op]:
         at = coordinates(self.layout, self.rank)["cp"]
         yield from attention_collectives(self.spec, self.layout, self.batch, stage, k, at, self.frozen, phase)
 
     def _gathers(self, stage: int, k: int | None, phase: str) -> Iterator[Op]:
-        if self.shards == 1:
-            return
         size = self.table.bytes_of("gather")
         units = self.units[stage]
         once = self.layout.zero < 3
-        for unit in units if phase == "forward" else (units[0], *reversed(units[1:])):
-            if unit.tensors:
+        for unit in units if phase == "forward" else self._gathered_again(stage):
+            shards = data_degrees(unit, self.layout)[1]
+            if unit.tensors and shards > 1:
                 yield Collective(
                     kind="all_gather",
-                    axis="dp_shard",
-                    group_size=self.shards,
-                    num_bytes=unit.padded_numel(self.shards) * size,
+                    axis=EXPERT_SHARD if unit.experts else "dp_shard",
+                    group_size=shards,
+                    num_bytes=unit.padded_numel(shards) * size,
                     what=f"parameters of {title(unit)}" + (", for the whole step" if once else f", {phase}"),
                     stage=stage,
                     micro_batch=k,
                 )
 
+    def _gathered_again(self, stage: int) -> tuple[Unit, ...]:
+        """Return the units that are gathered for a backward, in order: no gradient flows into the others."""
+        root, *held = self.units[stage]
+        first = stage_layers(self.layout, stage)[0] + self.leading[stage]
+        reached = [u for u in held if int(u.name.rpartition(" ")[2]) >= first]
+        return (root, *reversed(reached))
+
     def _scatters(self, stage: int, k: int | None) -> Iterator[Op]:
-        if self.shards > 1:
-            size = self.table.bytes_of("reduce")
-            for unit in self._backward_order(stage):
-                numel = unit.padded_numel(self.shards, trainable=True)
-                yield self._gradient("reduce_scatter", "dp_shard", self.shards, numel * size, unit, stage, k)
+        size = self.table.bytes_of("reduce")
+        for unit in self._backward_order(stage):
+            shards = data_degrees(unit, self.layout)[1]
+            if shards > 1:
+                numel = unit.padded_numel(shards, trainable=True)
+                axis = EXPERT_SHARD if unit.experts else "dp_shard"
+                yield self._gradient("reduce_scatter", axis, shards, numel * size, unit, stage, k)
 
     def _reduce_once(self, stage: int) -> Iterator[Op]:
         """Yield what data parallelism owes once per step."""
         if self.layout.zero == 1:
             yield from self._scatters(stage, None)
-        replicas = self.layout.dp_replicate if self.layout.zero else self.layout.dp * self.layout.cp
-        if replicas > 1:
-            size = self.table.bytes_of("reduce")
-            for unit in self._backward_order(stage):
-                numel = unit.padded_numel(self.shards, trainable=True) // self.shards
-                yield self._gradient("all_reduce", "dp_replicate", replicas, numel * size, unit, stage, None)
+        size = self.table.bytes_of("reduce")
+        for unit in self._backward_order(stage):
+            replicas, shards = data_degrees(unit, self.layout)
+            if replicas > 1:
+                numel = unit.padded_numel(shards, trainable=True) // shards
+                axis = EXPERT_REPLICATE if unit.experts else "dp_replicate"
+                yield self._gradient("all_reduce", axis, replicas, numel * size, unit, stage, None)
 
     def _backward_order(self, stage: int) -> Iterator[Unit]:
         units = self.units[stage]
@@ -204,7 +231,8 @@ class _Deriver:
         stage: int,
         k: int | None,
     ) -> Collective:
-        shard = "shard of the " if kind == "all_reduce" and self.shards > 1 else ""
+        sharded = data_degrees(unit, self.layout)[1] > 1
+        shard = "shard of the " if kind == "all_reduce" and sharded else ""
         return Collective(
             kind=kind,
             axis=axis,

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.base.codes import CODES
 from meshwright.base.errors import MeshwrightError, nearest, problem
 from meshwright.base.units import format_bytes, format_count
+from meshwright.layout.layout import Layout
 from meshwright.layout.precision import precision_table
-from meshwright.layout.ranks import DATA, SHARD, coordinates, group, mesh_shape, nodes_of, summed_over
+from meshwright.layout.ranks import (
+    DATA,
+    EP,
+    EXPERT_REPLICATE,
+    EXPERT_SHARD,
+    SHARD,
+    coordinates,
+    expert_degrees,
+    group,
+    mesh_shape,
+    nodes_of,
+    summed_over,
+)
 from meshwright.model.spec import ModelSpec
 from meshwright.program.derive import derive, title
+from meshwright.program.expert import data_degrees, shard_index, split_units
 from meshwright.program.explain_context import merge_exchange, positions_held, tell_exchange
 from meshwright.program.plan import Plan
 from meshwright.program.step import Collective, Compute, Op
@@ -50,11 +64,8 @@ def explain_rank(plan: Plan, spec: ModelSpec, rank: int, gpus_per_node: int | No
     place = coordinates(plan.layout, rank)["pp"]
     at = coordinates(plan.layout, rank)["tp"]
     stages = [s for s, r in enumerate(schedule.stage_ranks) if r == place]
-    units = [
-        on_rank(u, spec, plan.layout, at)
-        for s in stages
-        for u in stage_units(spec, plan.layout, s, plan.frozen)
-    ]
+    whole = [u for s in stages for u in stage_units(spec, plan.layout, s, plan.frozen)]
+    units = split_units([on_rank(u, spec, plan.layout, at) for u in whole], plan.layout)
     parts = [
         _who(plan, rank, gpus_per_node),
         _groups(plan, spec, rank, gpus_per_node, schedule),
@@ -159,6 +170,8 @@ def _groups(plan: Plan, spec: ModelSpec, rank: int, gpus_per_node: int | None, s
     elif layout.dp_replicate > 1:
         name = "replicas of your shard" if layout.zero and layout.shard > 1 else "replicas"
         add("dp_replicate", name, ". You compute on different sequences and sum gradients.")
+    if layout.ep > 1:
+        lines += _expert_groups(spec, layout, rank, add)
     members = group(layout, rank, "tied")
     apart = schedule.stage_ranks[0] != schedule.stage_ranks[-1]
     if layout.pp > 1 and apart and members and tied_tensor(spec) is not None:
@@ -166,6 +179,25 @@ def _groups(plan: Plan, spec: ModelSpec, rank: int, gpus_per_node: int | None, s
             _wrap(f"tied pair: ranks {_numbers(members)}. Embedding and head share one matrix.", "  ")
         )
     return "\n".join(["Your groups", *lines]) if lines else ""
+
+
+def _expert_groups(
+    spec: ModelSpec, layout: Layout, rank: int, add: Callable[[str, str, str], None]
+) -> list[str]:
+    """Tell the groups of the expert axis through ``add``; return lines of groups that have one member."""
+    assert spec.moe is not None
+    each = spec.moe.num_experts // layout.ep
+    first = group(layout, rank, EP).index(rank) * each
+    mine = f"expert {first}" if each == 1 else f"experts {first} to {first + each - 1}"
+    add(EP, "expert group", f". You hold {mine} of each mixture; tokens travel to their experts and back.")
+    replicas, shards = expert_degrees(layout)
+    if shards > 1:
+        add(EXPERT_SHARD, "shard group of your experts", ". You hold the same experts and share their state.")
+    if replicas > 1:
+        add(EXPERT_REPLICATE, "replicas of your experts", ". You hold the same and sum their gradients.")
+    if shards == replicas == 1:
+        return [_wrap("Nobody else holds your experts: their gradients are complete on this rank.", "  ")]
+    return []
 
 
 @dataclass(frozen=True)
@@ -184,13 +216,12 @@ def _layers(layers: range) -> str:
 
 def _state(plan: Plan, rank: int, units: Sequence[Unit]) -> _State:
     layout = plan.layout
-    n = layout.shard if layout.zero else 1
-    index = group(layout, rank, SHARD).index(rank) if layout.zero else 0
+    cut = [(u, data_degrees(u, layout)[1], shard_index(u, layout, rank)) for u in units]
     return _State(
         whole=sum(u.numel for u in units),
         trainable=sum(u.trainable_numel for u in units),
-        shard=sum(u.shard_numel(n, index) for u in units),
-        trainable_shard=sum(u.shard_numel(n, index, trainable=True) for u in units),
+        shard=sum(u.shard_numel(n, index) for u, n, index in cut),
+        trainable_shard=sum(u.shard_numel(n, index, trainable=True) for u, n, index in cut),
     )
 
 
@@ -210,6 +241,8 @@ def _holds(plan: Plan, spec: ModelSpec, stages: Sequence[int], rank: int, units:
             "The whole model is yours:", f"You have 1/{layout.tp} of each matrix of the model:"
         )
         text = text.replace("you have", f"you have 1/{layout.tp} of each matrix of")
+    if layout.ep > 1 and spec.moe is not None:
+        text += f", with 1/{layout.ep} of the {spec.moe.num_experts} experts of each mixture"
     state = _state(plan, rank, units)
     text += f"{', and the ' + root if root else ''}: {format_count(state.whole)} parameters"
     if state.trainable != state.whole:
@@ -222,6 +255,9 @@ def _holds(plan: Plan, spec: ModelSpec, stages: Sequence[int], rank: int, units:
         lines.append(f"    {name:<11} {amount}   {format_count(numel)} elements of {dtype}{note}")
 
     shared = f", 1/{layout.shard} of them" if sharded else ""
+    if sharded and layout.ep > 1:
+        part = expert_degrees(layout)[1]
+        shared = f", 1/{layout.shard} of them and 1/{part} of your experts"
     line("parameters", state.shard, table.bytes_of("storage"), table.storage, shared + " at rest")
     size = table.bytes_of("gradient")
     whole = not sharded or layout.zero == 1
@@ -287,43 +323,43 @@ def _tell(op: Op, plan: Plan, rank: int) -> _Line:
     form = {
         "all_reduce": f"sum the {op.what} over {who} (all-reduce, {op.axis})",
         "all_gather": f"gather the {op.what} from {who} (all-gather, {op.axis})",
+        "all_to_all": f"exchange the {op.what} with {who} (all-to-all, {op.axis})",
         "reduce_scatter": f"sum the {op.what} over {who} and keep your shard (reduce-scatter, {op.axis})",
     }.get(op.kind, f"{op.kind} of the {op.what} over {who} ({op.axis})")
     return _Line(f"{form}: {size}, you send {format_bytes(op.volume_bytes)}", op.micro_batch)
 
 
+MERGED_AXES = ("dp_shard", "dp_replicate", EXPERT_SHARD, EXPERT_REPLICATE)
+"""Axes of data parallelism, on which units are gathered and reduced one by one."""
+
+
 def _merge_units(ops: Sequence[Op]) -> list[Op]:
-    """Return the operations with a run of equal collectives over the layers told as one (bytes summed)."""
-    out: list[Op] = []
-    runs: list[list[Collective]] = []
-    for op in ops:
-        previous = runs[-1][-1] if runs and out and out[-1] is runs[-1][0] else None
-        if (
-            isinstance(op, Collective)
-            and previous is not None
-            and op.kind in ("all_gather", "reduce_scatter", "all_reduce")
-            and op.axis in ("dp_shard", "dp_replicate")
-            and (op.kind, op.axis, op.micro_batch) == (previous.kind, previous.axis, previous.micro_batch)
-        ):
-            runs[-1].append(op)
-            continue
-        out.append(op)
-        if isinstance(op, Collective):
-            runs.append([op])
-    firsts = {id(run[0]): run for run in runs}
+    """Return the operations with a run of collectives over the layers told as one per kind and axis (bytes summed)."""
     told: list[Op] = []
-    for op in out:
-        run = firsts.get(id(op))
-        if run is None or len(run) == 1:
+    runs: dict[tuple[str, str, int | None], list[Collective]] = {}
+    for op in ops:
+        merges = isinstance(op, Collective) and op.axis in MERGED_AXES
+        if not merges:
+            told += [_merged(run) for run in runs.values()]
+            runs = {}
             told.append(op)
             continue
-        kind = "parameters" if run[0].kind == "all_gather" else "gradients"
-        shard = "shard of the " if run[0].what.startswith("shard") else ""
-        tail = run[0].what.rpartition(", ")[2] if run[0].kind == "all_gather" else ""
-        tail = tail if tail == "for the whole step" else f"for the {tail}" if tail else ""
-        what = f"{shard}{kind} of {_count(len(run), 'unit')}, one by one," + (f" {tail}," if tail else "")
-        told.append(replace(run[0], num_bytes=sum(c.num_bytes for c in run), what=what))
-    return told
+        assert isinstance(op, Collective)
+        runs.setdefault((op.kind, op.axis, op.micro_batch), []).append(op)
+    return told + [_merged(run) for run in runs.values()]
+
+
+def _merged(run: Sequence[Collective]) -> Collective:
+    if len(run) == 1:
+        return run[0]
+    experts = run[0].axis in (EXPERT_SHARD, EXPERT_REPLICATE)
+    kind = "parameters" if run[0].kind == "all_gather" else "gradients"
+    shard = "shard of the " if run[0].what.startswith("shard") else ""
+    tail = run[0].what.rpartition(", ")[2] if run[0].kind == "all_gather" else ""
+    tail = tail if tail == "for the whole step" else f"for the {tail}" if tail else ""
+    units = _count(len(run), "unit") + (" of experts" if experts else "")
+    what = f"{shard}{kind} of {units}, one by one," + (f" {tail}," if tail else "")
+    return replace(run[0], num_bytes=sum(c.num_bytes for c in run), what=what)
 
 
 def _step(plan: Plan, ops: Sequence[Op], rank: int) -> str:
@@ -455,7 +491,10 @@ def _sends(plan: Plan, collectives: Sequence[Collective], data: float) -> str:
     context = sum(c.volume_bytes for c in collectives if c.axis == "cp")
     if context:
         parts.append(f"{format_bytes(context)} within the context group")
-    rest = total - data - pipeline - tensor - context
+    experts = sum(c.volume_bytes for c in collectives if c.axis == EP)
+    if experts:
+        parts.append(f"{format_bytes(experts)} of tokens to and from experts (routed evenly)")
+    rest = total - data - pipeline - tensor - context - experts
     parts.append(
         f"{format_bytes(rest)} of sums over the world" + (" and the tied pair" if rest > 1e3 else "")
     )

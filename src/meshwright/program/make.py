@@ -60,6 +60,7 @@ def make_plan(
         cluster=cluster_name or (cluster.name if cluster is not None else ""),
         frozen=tuple(frozen),
         warnings=tuple(warning_text(p) for p in problems),
+        adapter=spec.adapter,
     )
 
 
@@ -79,7 +80,7 @@ def check_frozen(spec: ModelSpec, frozen: Sequence[str]) -> list[Problem]:
 
 def _idle_stages(spec: ModelSpec, layout: Layout, frozen: Sequence[str]) -> list[Problem]:
     """Return E546 for each stage whose parameters are all frozen."""
-    if not frozen:
+    if not frozen and spec.adapter is None:
         return []
     return [
         problem(

@@ -10,6 +10,9 @@ from typing import Any
 from meshwright.base.records import Prediction
 from meshwright.layout.batch import Batch
 from meshwright.layout.layout import Layout
+from meshwright.model.adapters import adapted, adapter_to_dict
+from meshwright.model.read_hf import spec_from_config
+from meshwright.model.spec import AdapterSpec, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class Plan:
         why: sentences, best reason first.
         binds: "memory", "compute", "bubble", or a link's name.
         frozen: name patterns of parameters that do not train.
+        adapter: low-rank adapters that train in place of the model's own parameters, or None.
     """
 
     model_name: str
@@ -42,6 +46,7 @@ class Plan:
     binds: str = ""
     frozen: tuple[str, ...] = ()
     warnings: tuple[str, ...] = field(default=())
+    adapter: AdapterSpec | None = None
 
     @property
     def world_size(self) -> int:
@@ -50,8 +55,8 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """First 16 hex digits of SHA-256 over model config, layout, batch, schedule and frozen patterns."""
-        facts = {
+        """First 16 hex digits of SHA-256 over model config, layout, batch, schedule, frozen patterns and adapter."""
+        facts: dict[str, Any] = {
             "model_config": self.model_config,
             "layout": self.layout.as_dict(),
             "batch": [
@@ -64,5 +69,16 @@ class Plan:
             "schedule": self.schedule_text,
             "frozen": list(self.frozen),
         }
+        if self.adapter is not None:
+            facts["adapter"] = adapter_to_dict(self.adapter)
         text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def plan_spec(plan: Plan) -> ModelSpec:
+    """Return the model that a plan trains, with its adapter's tensors.
+
+    Raises:
+        MeshwrightError: what is wrong with the config in the plan.
+    """
+    return adapted(spec_from_config(plan.model_config, plan.model_name, plan.model_path), plan.adapter)

@@ -15,6 +15,8 @@ from meshwright.base.records import Prediction
 from meshwright.layout.batch import Batch, check_actions, check_batch
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
+from meshwright.model.adapters import adapter_from_dict, adapter_to_dict
+from meshwright.model.spec import AdapterSpec
 from meshwright.program.plan import Plan
 
 FORMAT: Final = 1
@@ -42,7 +44,7 @@ _LAYOUT: Final = tuple(f.name for f in fields(Layout))
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return the JSON form of ``plan``, with its hash, world size and the format version."""
-    return {
+    facts = {
         "format": FORMAT,
         "hash": plan.hash,
         "world_size": plan.world_size,
@@ -59,6 +61,9 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "frozen": list(plan.frozen),
         "warnings": list(plan.warnings),
     }
+    if plan.adapter is not None:
+        facts["adapter"] = adapter_to_dict(plan.adapter)
+    return facts
 
 
 def plan_from_dict(data: Mapping[str, Any], where: str = "plan") -> Plan:
@@ -89,6 +94,7 @@ def plan_from_dict(data: Mapping[str, Any], where: str = "plan") -> Plan:
             binds=data["binds"],
             frozen=tuple(data["frozen"]),
             warnings=tuple(data["warnings"]),
+            adapter=_adapter(data, where),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise MeshwrightError(
@@ -100,6 +106,18 @@ def plan_from_dict(data: Mapping[str, Any], where: str = "plan") -> Plan:
             problem("E453", where=where, found=f"the file says {data['hash']}, its content has {plan.hash}")
         )
     return plan
+
+
+def _adapter(data: Mapping[str, Any], where: str) -> AdapterSpec | None:
+    """Return the plan's adapter, which only plans of adapters have. Raises MeshwrightError E451."""
+    if data.get("adapter") is None:
+        return None
+    try:
+        return adapter_from_dict(data["adapter"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise MeshwrightError(
+            problem("E451", where=f"{where}.adapter", found=f"it cannot be read: {error}")
+        ) from error
 
 
 def canonical_json(plan: Plan) -> str:
@@ -159,7 +177,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 def _check_keys(data: Mapping[str, Any], where: str) -> list[Problem]:
     known = {name for name, _ in _TYPES} | {"prediction"}
     wrong = [f"no {key!r}" for key in sorted(known - data.keys())]
-    wrong += [f"unknown {key!r}" for key in sorted(data.keys() - known)]
+    wrong += [f"unknown {key!r}" for key in sorted(data.keys() - known - {"adapter"})]
     for name, kind in _TYPES:
         if name in data and not _is(data[name], kind):
             wrong.append(f"{name!r} is {type(data[name]).__name__}, not {kind.__name__}")

@@ -147,6 +147,8 @@ def _flow(block: BlockSpec, pair: str, before: bool, frozen: Collection[str]) ->
     own = [t for t in block.tensors if t.role in roles]
     if pair == "attention":
         own += [t for t in block.tensors if t.dims == ("head_dim",)]
+    stems = tuple(f"{t.name.removesuffix('.weight')}.lora_" for t in own)
+    own += [t for t in block.tensors if t.role == "adapter" and t.name.startswith(stems)]
     added = [t for t in own if t.role == f"{pair}_out" and t.is_bias]
     inside = into or trains([t for t in own if t not in added])
     return into, inside, inside or before or trains(added)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from meshwright.layout.layout import Layout
+from meshwright.model.adapters import base_names
 from meshwright.model.spec import ModelSpec, TensorSpec
 
 
@@ -18,11 +19,13 @@ class Unit:
         name: "root" or "block 3" (the layer's global index).
         tensors: real tensors of this stage; a tied head whose embedding lives elsewhere is one of them.
         trainable: for each tensor whether it has a gradient.
+        experts: whether it holds one mixture's experts, which the expert axis spreads.
     """
 
     name: str
     tensors: tuple[TensorSpec, ...]
     trainable: tuple[bool, ...]
+    experts: bool = False
 
     @property
     def numel(self) -> int:
@@ -69,8 +72,12 @@ def shard_numel(shape: Sequence[int], num_shards: int, index: int) -> int:
 
 
 def frozen_names(spec: ModelSpec, patterns: Sequence[str]) -> frozenset[str]:
-    """Return the tensor names that ``patterns`` (shell wildcards) freeze; tied tensors are frozen together."""
+    """Return the tensor names that ``patterns`` (shell wildcards) freeze; tied tensors are frozen together.
+
+    With an adapter, all that is not the adapter's is frozen too.
+    """
     names = {t.name for t in spec.tensors() if any(fnmatchcase(t.name, p) for p in patterns)}
+    names |= base_names(spec)
     for tensor in spec.tensors():
         if tensor.tied_to is not None and (tensor.tied_to in names or tensor.name in names):
             names |= {tensor.name, tensor.tied_to}
@@ -108,6 +115,22 @@ def stage_units(spec: ModelSpec, layout: Layout, stage: int, frozen: Sequence[st
 
     blocks = [spec.blocks[i] for i in stage_layers(layout, stage)]
     return (unit("root", held), *(unit(f"block {b.index}", b.tensors) for b in blocks))
+
+
+def leading_frozen(spec: ModelSpec, layout: Layout, stage: int, frozen: Sequence[str] = ()) -> int:
+    """Return how many blocks at the start of ``stage`` no gradient flows into, so that their backward does not run.
+
+    That is the first stage's run of blocks without a trainable parameter, when nothing before them trains either;
+    a later stage always sends the gradient of its input back.
+    """
+    if stage != 0:
+        return 0
+    stopped = frozen_names(spec, frozen)
+    if any(t.name not in stopped for t in spec.embedding):
+        return 0
+    blocks = [spec.blocks[i] for i in stage_layers(layout, stage)]
+    trains = (i for i, b in enumerate(blocks) if any(t.name not in stopped for t in b.tensors))
+    return next(trains, len(blocks))
 
 
 def tied_tensor(spec: ModelSpec) -> TensorSpec | None:

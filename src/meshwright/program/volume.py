@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from meshwright.layout.ranks import EXPERT_REPLICATE, EXPERT_SHARD
 from meshwright.program.step import StepProgram
 
-DATA_AXES = frozenset({"dp_replicate", "dp_shard"})
+DATA_AXES = frozenset({"dp_replicate", "dp_shard", EXPERT_REPLICATE, EXPERT_SHARD})
 
 
 def data_parallel_volume(program: StepProgram) -> float:

@@ -6,6 +6,7 @@ safetensors file that the ranks map into memory and compare their own shards wit
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.model.randomness import draws_alike, drops_probabilities
-from meshwright.model.spec import ModelSpec
+from meshwright.model.spec import AdapterSpec, ModelSpec
+from meshwright.parallel.adapters import initial_factor
 from meshwright.parallel.build import build_model, frozen_names
 from meshwright.parallel.dropout import Dropout, use_dropout
 from meshwright.parallel.precision import Float64Throughout, dtype_of
@@ -57,6 +59,7 @@ class Recipe:
     rates: tuple[float, ...]
     max_norm: float | None
     rows_at_once: int
+    adapter: AdapterSpec | None = None
     reverse_rows: bool = False
     """Take the rows of the batch in reverse order: the control that shows what summation order alone does."""
 
@@ -80,10 +83,14 @@ def run_reference(
         use_dropout(model, dropout, attends=drops_probabilities(spec))
     frozen = frozen_names(spec, recipe.frozen)
     params = dict(model.named_parameters())
+    if recipe.adapter is not None:
+        model, params = with_peft(model, spec, recipe.seed)
     for name, p in params.items():
         p.requires_grad_(name not in frozen)
     trainable = {n: p for n, p in params.items() if p.requires_grad}
     optimizer = _optimizer(trainable, recipe.optimizer)
+    routed = {"output_router_logits": True} if recipe.config.get("output_router_logits") else {}
+    coefficient = getattr(model, "router_aux_loss_coef", 0.0)
     autocast = recipe.precision in ("bf16", "fp16")
     losses: list[float] = []
     norms: list[float] = []
@@ -96,8 +103,10 @@ def run_reference(
             inputs_GT, labels_GT, rows_G = inputs_GT.flip(0), labels_GT.flip(0), rows_G.flip(0)
         optimizer.zero_grad()
         valid = int((labels_GT != -100).sum())
+        # The routers' term is one of each sequence: transformers' own number of a batch of one.
+        rows = 1 if routed else recipe.rows_at_once
         loss = 0.0
-        parts = (t.split(recipe.rows_at_once) for t in (inputs_GT, labels_GT, rows_G))
+        parts = (t.split(rows) for t in (inputs_GT, labels_GT, rows_G))
         for x_BT, y_BT, rows_B in zip(*parts, strict=True):
             if dropout is not None:
                 dropout.step, dropout.rows_B = k + 1, rows_B
@@ -107,11 +116,13 @@ def run_reference(
                 else torch.autocast("cpu", dtype=dtype_of(recipe.precision), enabled=autocast)
             )
             with context:
-                logits_BTV = model(input_ids=x_BT, use_cache=False).logits
-            logits_BTV = logits_BTV if fp64 else logits_BTV.float()
+                out = model(input_ids=x_BT, use_cache=False, **routed)
+            logits_BTV = out.logits if fp64 else out.logits.float()
             part = F.cross_entropy(
                 logits_BTV.flatten(0, 1), y_BT.flatten(), ignore_index=-100, reduction="sum"
             )
+            if routed:
+                part = part + coefficient * out.aux_loss * (y_BT != -100).sum()
             (part / valid).backward()
             loss += part.item() / valid
         gradients = {n: _gradient(p) for n, p in trainable.items()}
@@ -136,6 +147,40 @@ def run_reference(
         gradient_max=tuple(gradient_max),
         weight_max=tuple(weight_max),
     )
+
+
+def with_peft(model: nn.Module, spec: ModelSpec, seed: int) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    """Return peft's model around ``model`` as peft's users make it, and its parameters by logical name.
+
+    The factors get the initial values of a run, which are an input of the comparison like the weights.
+    """
+    import peft
+
+    adapter = spec.adapter
+    assert adapter is not None
+    leaves = {t.name.split(".")[-3] for t in spec.tensors() if t.role == "adapter"}
+    config = peft.LoraConfig(
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,  # pyright: ignore[reportArgumentType]
+        target_modules=sorted(leaves),
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings():  # peft sees GPT-2's transposed layers by itself, and says so
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # its own call
+        wrapped: Any = peft.get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
+    dtype = next(model.parameters()).dtype
+    params: dict[str, nn.Parameter] = {}
+    for name, p in wrapped.named_parameters():
+        logical = (
+            name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".default.", ".")
+        )
+        params[logical] = p
+    with torch.no_grad():
+        for tensor in spec.tensors():
+            if tensor.role == "adapter":
+                params[tensor.name].data = initial_factor(tensor, seed).to(dtype)
+    return wrapped, params
 
 
 def _gradient(p: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ def causes(plan: Plan) -> list[tuple[float, str]]:
         (layout.dp * layout.cp, "dp x cp", "ranks that gradients are summed over"),
         (layout.dp_shard, "dp_shard", "ranks of the shard group"),
         (layout.dp_replicate, "dp_replicate", "replicas of the shard group"),
+        (layout.ep, "ep", "ranks that the experts are spread over"),
         (layout.dp * batch.accumulation, "dp x micro-batches", "all micro-batches of the step"),
         (layout.world_size, "world size", "ranks of the job"),
     ]

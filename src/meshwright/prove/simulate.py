@@ -71,7 +71,7 @@ def simulate_tensor_axis(
         if fault is not None:
             fault(model, 0)
         losses[i] = loss.item() / valid
-        found[i] = compare(model.gradients(), "gradient", file, {}, model.tp_part)
+        found[i] = compare(model.gradients(), "gradient", file, {}, model.part)
 
     _in_threads(degree, shard)
     diffs = relative(merge_ranks(found), reference.gradient_max[0], {})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+from meshwright.layout.ranks import EP
 from meshwright.program.plan import Plan
 from meshwright.program.step import LedgerLine
 from meshwright.prove.parity import merge_ranks, relative, worst_of
@@ -144,8 +145,15 @@ def _stages(proofs: Sequence[RankProof]) -> dict[str, int]:
 
 
 def ledger_verdict(proofs: Sequence[RankProof]) -> dict[str, Any]:
-    """Return {matches, expected, recorded, ranks}: of rank 0, or of the first rank that differs."""
-    wrong = [p for p in proofs if p.expected != p.recorded]
+    """Return {matches, expected, recorded, rank, differing_ranks}: of rank 0, or of the first rank that differs.
+
+    What a rank sends in an all_to_all between experts depends on the routing; their number is compared by rank, their
+    bytes as the sum over all ranks, which does not (``routed_bytes``).
+    """
+    wrong = [p for p in proofs if _fixed(p.expected) != _fixed(p.recorded)]
+    routed = {which: _routed(proofs, which) for which in ("expected", "recorded")}
+    if routed["expected"] != routed["recorded"]:
+        wrong = wrong or list(proofs)
     shown = wrong[0] if wrong else proofs[0]
     return {
         "matches": not wrong,
@@ -153,7 +161,16 @@ def ledger_verdict(proofs: Sequence[RankProof]) -> dict[str, Any]:
         "differing_ranks": [p.rank for p in wrong],
         "expected": [_line(x) for x in shown.expected],
         "recorded": [_line(x) for x in shown.recorded],
-    }
+    } | ({"routed_bytes": routed} if routed["expected"] or routed["recorded"] else {})
+
+
+def _fixed(lines: Sequence[LedgerLine]) -> list[LedgerLine]:
+    return [replace(x, num_bytes=0) if x.kind == "all_to_all" and x.axis == EP else x for x in lines]
+
+
+def _routed(proofs: Sequence[RankProof], which: str) -> int:
+    lines = [x for p in proofs for x in getattr(p, which)]
+    return sum(x.num_bytes for x in lines if x.kind == "all_to_all" and x.axis == EP)
 
 
 def _line(line: LedgerLine) -> dict[str, Any]:

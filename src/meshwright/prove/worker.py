@@ -15,6 +15,7 @@ from meshwright.mesh.device_mesh import build_mesh
 from meshwright.model.randomness import draws_alike
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.apply import ParallelModel, apply_plan, needs_tied_group
+from meshwright.parallel.compiled import PROOF_BACKEND
 from meshwright.parallel.placement import check_placement
 from meshwright.parallel.record import CollectiveRecorder
 from meshwright.parallel.tied import local
@@ -25,7 +26,8 @@ from meshwright.prove.parity import TensorDiff, compare
 from meshwright.prove.reference import Reference, TokenBatch
 from meshwright.schedule.text import parse_schedule
 from meshwright.train.data import rank_rows
-from meshwright.train.optim import Rate, build_optimizer
+from meshwright.train.offload import close_optimizer, make_optimizer
+from meshwright.train.optim import Rate
 from meshwright.train.scale import loss_scale_for
 from meshwright.train.step import train_step
 
@@ -79,11 +81,19 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof
         seed=task.seed,
         weights=task.weights,
         on_action=lambda action: at(action=action),
+        compile_backend=PROOF_BACKEND,
     )
     if not draws_alike(spec):
         model.module.eval()
     placement = check_placement(spec, view, model.params, model.stage_of)
-    optimizer = build_optimizer(model.trainable(), model.decays, task.optimizer)
+    optimizer = make_optimizer(
+        model.trainable(),
+        model.decays,
+        task.optimizer,
+        offload=plan.layout.offload,
+        folder=Path(task.reference.folder) / "offload",
+        rank=rank,
+    )
     scale = loss_scale_for(plan.layout.precision)
     rename = {t.name: t.tied_to for t in spec.tensors() if t.tied_to is not None and t.name in model.params}
     rows = torch.from_numpy(
@@ -113,7 +123,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof
             got = model.gradients()
             missing.update(model.without_gradient())
             unscaled = got if scale.value == 1.0 else {n: g / scale.value for n, g in got.items()}
-            found.update(compare(unscaled, "gradient", file, rename, model.tp_part))
+            found.update(compare(unscaled, "gradient", file, rename, model.part))
 
         last = k == len(task.batches) - 1
         context = recorder if last else None
@@ -132,8 +142,9 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof
         losses.append(result.loss)
         norms.append(result.grad_norm)
         gradients.append(found)
-        weights.append(compare(model.params, "weight", file, rename, model.tp_part))
+        weights.append(compare(model.params, "weight", file, rename, model.part))
         order_matches = order_matches and model.executed == _expected_order(plan, view.pp_rank)
+    close_optimizer(optimizer)
     schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
     program = derive(spec, plan.layout, plan.batch, schedule, rank, frozen=plan.frozen)
     return RankProof(

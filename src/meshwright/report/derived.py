@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from meshwright.base.errors import MeshwrightError
 from meshwright.cluster.load import read_cluster
-from meshwright.model.read_hf import spec_from_config
 from meshwright.model.spec import ModelSpec
 from meshwright.program.explain import explain_rank
-from meshwright.program.plan import Plan
+from meshwright.program.plan import Plan, plan_spec
 from meshwright.program.plan_file import plan_from_dict
 from meshwright.report.links import memory_capacity
 from meshwright.report.source import Source, number, table
@@ -35,7 +34,7 @@ def derive_plan(source: Source) -> Derived:
         return Derived(trouble="no plan is recorded here")
     try:
         plan = plan_from_dict(dict(source.plan))
-        spec = spec_from_config(plan.model_config, plan.model_name, plan.model_path)
+        spec = plan_spec(plan)
         schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
     except MeshwrightError as error:
         reasons = "; ".join(f"{p.code} {p.where}: {p.found}" for p in error.problems)

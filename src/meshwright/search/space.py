@@ -238,7 +238,7 @@ def _degree_grid(
     good &= space.global_batch % np.maximum(dp * micro, 1) == 0
     if "dp" in space.pins:
         good &= dp == int(space.pins["dp"])
-    good &= legal.experts(spec, ep, dp * cp)
+    good &= legal.experts(spec, ep, dp * cp) & legal.context_degrees(spec, cp)
     if not good.any():
         return None
     m = space.global_batch // np.maximum(dp * micro, 1)
@@ -295,7 +295,7 @@ def _inner(
     """Return the lists of inner codes, and which list each block has."""
     rows = Rows(pp=pp, chunks=chunks, cut="auto", precision=space.precision, values=values, codes=codes)
     coarse = np.zeros(len(rows), dtype=np.intp) if space.include_unbuilt else _coarse(rows)
-    names = ("dp", "cp", "schedule")
+    names = ("dp", "cp", "schedule", "ep")
     key = np.zeros(len(rows), dtype=np.int64)
     for name in names:
         key = key * len(values[name]) + codes[name]
@@ -310,7 +310,7 @@ def _inner(
         runs = allowed.get(group := (int(coarse[row]), like.schedule))
         if runs is None:
             runs = allowed[group] = _runs(spec, space, like)
-        slot = (like.dp, like.cp, legal.shard_allowed(3, like.schedule, pp), runs)
+        slot = (like.dp, like.cp, like.ep, legal.shard_allowed(3, like.schedule, pp), runs)
         if slot not in made:
             made[slot] = len(lists)
             lists.append(_inner_codes(space, like, values, runs))
@@ -336,9 +336,8 @@ def _layout(rows: Rows, row: int) -> Layout:
 def _runs(spec: ModelSpec, space: Space, like: Layout) -> Runs:
     """Return which (ZeRO stage, shard group is all of dp * cp, offload) run with a layout's other keys."""
     room = like.dp * like.cp
-    kinds = [(z, room if z else 1, True) for z in range(4)] + [
-        (z, max(2, like.cp), False) for z in range(1, 4)
-    ]
+    part = max(2, like.cp) * like.ep
+    kinds = [(z, room if z else 1, True) for z in range(4)] + [(z, part, False) for z in range(1, 4)]
     out: set[tuple[int, bool, str]] = set()
     offloads = space.choices("offload", ("none",))
     if space.include_unbuilt:
@@ -375,6 +374,7 @@ def _inner_codes(
         for o in orders
         for f, offload in enumerate(values["offload"])
         if (z, s == room or z == 0, offload) in runs
+        and (space.include_unbuilt or legal.expert_shards(like, z, s, values["order"][o]))
     ]
     zero_at = {z: i for i, z in enumerate(values["zero"])}
     shard_at = {s: i for i, s in enumerate(values["shard"])}

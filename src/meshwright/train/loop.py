@@ -21,6 +21,7 @@ from meshwright.checkpoint.load import load_checkpoint
 from meshwright.checkpoint.pieces import in_pieces
 from meshwright.checkpoint.save import save_checkpoint
 from meshwright.checkpoint.state import Place
+from meshwright.layout.ranks import EXPERT_REPLICATE
 from meshwright.mesh.device_mesh import build_mesh
 from meshwright.mesh.env import RankFacts
 from meshwright.model.spec import ModelSpec
@@ -28,10 +29,11 @@ from meshwright.parallel.apply import ParallelModel, apply_plan, needs_tied_grou
 from meshwright.parallel.placement import check_placement
 from meshwright.parallel.tied import local
 from meshwright.program.plan import Plan
-from meshwright.train.data import TokenData, eval_batches, rank_batch
+from meshwright.train.data import RankBatch, TokenData, eval_batches, rank_batch
 from meshwright.train.memory import resting_bytes, watch_step
 from meshwright.train.metrics import RunLog
-from meshwright.train.optim import Rate, build_optimizer
+from meshwright.train.offload import OffloadedAdamW, close_optimizer, make_optimizer
+from meshwright.train.optim import Rate
 from meshwright.train.scale import LossScale, loss_scale_for
 from meshwright.train.step import StepResult, sum_over_world, train_step
 
@@ -57,6 +59,7 @@ class TrainTask:
         weights: pretrained weights by logical name, or None for fresh ones drawn from the seed.
         stop_at: last global step of this session (the rate's horizon stays ``run.run.steps``).
         resume_from: checkpoint to start from, or None.
+        offload_dir: where state that is offloaded to files goes.
         manifest: facts that a checkpoint's manifest keeps (plan, versions).
     """
 
@@ -68,6 +71,7 @@ class TrainTask:
     stop_at: int
     resume_from: Path | None = None
     weights: Mapping[str, Tensor] | None = None
+    offload_dir: Path | None = None
     manifest: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -107,7 +111,14 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
     )
     placement = check_placement(spec, view, model.params, model.stage_of)
     check_replicas(model)
-    optimizer = build_optimizer(model.trainable(), model.decays, run.optimizer)
+    optimizer = make_optimizer(
+        model.trainable(),
+        model.decays,
+        run.optimizer,
+        offload=plan.layout.offload,
+        folder=task.offload_dir,
+        rank=facts.rank,
+    )
     rate = Rate(
         name=run.schedule.name,
         peak=run.optimizer.lr,
@@ -122,7 +133,8 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
         done = _resume(task, model, optimizer, scale)
     log.event("start", step=done, plan_hash=plan.hash, world_size=plan.world_size)
     started = time.monotonic()
-    memory = MemoryBytes(**resting_bytes(model, optimizer))
+    rest = resting_bytes(model, optimizer)
+    memory = MemoryBytes(**{name: size for name, size in rest.items() if name != "offloaded"})
     times: list[float] = []
     phases: dict[str, list[float]] = {}
     final_loss, eval_loss, first_eval = math.nan, None, None
@@ -134,13 +146,14 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
         step += 1
         facts.at(step=step, action="data")
         begin = time.perf_counter()
-        inputs, labels = _batch(task, model, step)
+        inputs, labels, positions = _batch(task, model, step)
         data_s = time.perf_counter() - begin
         arguments: dict[str, Any] = {
             "step": step,
             "rate": rate,
             "max_norm": run.clip.max_norm,
             "scale": scale,
+            "positions_ABT": positions,
         }
         traced = step == done + MEMORY_STEP or (step == task.stop_at and step < done + MEMORY_STEP)
         if traced:
@@ -180,6 +193,7 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
             log.event("checkpoint", step=step)
         if last:
             break
+    close_optimizer(optimizer)
     log.event("end", step=step, loss=final_loss)
     log.close()
     mine = RankSummary(
@@ -201,7 +215,8 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
     return everyone
 
 
-def _batch(task: TrainTask, model: ParallelModel, step: int) -> tuple[Tensor, Tensor]:
+def _batch(task: TrainTask, model: ParallelModel, step: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return this rank's input ids, labels and, for packed documents, positions of one step."""
     batch, layout = task.plan.batch, task.plan.layout
     rows = rank_batch(
         task.data.train,
@@ -212,9 +227,18 @@ def _batch(task: TrainTask, model: ParallelModel, step: int) -> tuple[Tensor, Te
         dp=layout.dp,
         dp_rank=model.view.dp_rank,
         seed=task.run.run.seed,
+        end=task.data.end,
     )
-    device = model.view.device
-    return torch.from_numpy(rows.input_ids).to(device), torch.from_numpy(rows.labels).to(device)
+    return _on_device(rows, model)
+
+
+def _on_device(rows: RankBatch, model: ParallelModel) -> tuple[Tensor, Tensor, Tensor | None]:
+    device, positions = model.view.device, rows.positions
+    return (
+        torch.from_numpy(rows.input_ids).to(device),
+        torch.from_numpy(rows.labels).to(device),
+        None if positions is None else torch.from_numpy(positions).to(device),
+    )
 
 
 def evaluate(model: ParallelModel, task: TrainTask) -> float | None:
@@ -235,9 +259,7 @@ def evaluate(model: ParallelModel, task: TrainTask) -> float | None:
         max_samples=task.run.run.eval_batches * batch.global_batch,
     )
     for part in rows:
-        inputs = torch.from_numpy(part.input_ids).to(model.view.device)
-        labels = torch.from_numpy(part.labels).to(model.view.device)
-        total[0] += model.evaluate(inputs, labels)
+        total[0] += model.evaluate(*_on_device(part, model))
         if model.view.counts_batch:
             total[1] += part.valid_tokens
     loss_sum, valid = sum_over_world(total, model).tolist()
@@ -314,22 +336,28 @@ def _check_coverage(model: ParallelModel) -> None:
 def check_replicas(model: ParallelModel) -> None:
     """Refuse replicas that do not start equal.
 
-    Communication: one all_reduce of two sums per parameter unit on ``dp_replicate``.
+    Communication: two all_reduces of one sum per parameter on ``dp_replicate``, and of one per tensor of experts on
+    ``expert_replicate``.
     """
-    group = model.view.groups.get("dp_replicate")
-    if group is None:
-        return
-    sums = torch.stack([local(p.detach()).double().sum() for p in model.params.values()])
+    spread = model.experts.tensors if model.experts is not None else {}
+    for axis in ("dp_replicate", EXPERT_REPLICATE):
+        params = {n: p for n, p in model.params.items() if (n in spread) == (axis == EXPERT_REPLICATE)}
+        if axis in model.view.groups and params:
+            _refuse_unequal(params, model.view.groups[axis], axis)
+
+
+def _refuse_unequal(params: Mapping[str, Tensor], group: dist.ProcessGroup, axis: str) -> None:
+    sums = torch.stack([local(p.detach()).double().sum() for p in params.values()])
     high, low = sums.clone(), sums.clone()
     dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
     dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
-    differ = [n for n, a, b in zip(model.params, high.tolist(), low.tolist(), strict=True) if a != b]
+    differ = [n for n, a, b in zip(params, high.tolist(), low.tolist(), strict=True) if a != b]
     if differ:
         raise MeshwrightError(
             problem(
                 "E550",
                 where="start",
-                found=f"{len(differ)} tensors differ over dp_replicate: " + ", ".join(differ[:5]),
+                found=f"{len(differ)} tensors differ over {axis}: " + ", ".join(differ[:5]),
             )
         )
 
@@ -353,14 +381,13 @@ def _tied_names(task: TrainTask, model: ParallelModel) -> dict[str, str]:
 
 
 def _placing(model: ParallelModel) -> Place | None:
-    """Return how a checkpoint places what the tensor axis cut, or None where it cuts nothing."""
-    axis = model.tensor
-    if axis is None:
+    """Return how a checkpoint places what the tensor and expert axes cut, or None where they cut nothing."""
+    if model.tensor is None and model.experts is None:
         return None
 
     def place(name: str, tensor: Tensor) -> Tensor:
-        where = axis.place_of(name)
-        return tensor if where is None else in_pieces(tensor, *where)
+        where = model.place_of(name)
+        return tensor if where is None else in_pieces(tensor, *where[0], row=where[1])
 
     return place
 
@@ -373,6 +400,8 @@ def _save(
     step: int,
     rank: int,
 ) -> None:
+    if isinstance(optimizer, OffloadedAdamW):
+        optimizer.verify()
     save_checkpoint(
         folder=task.run_dir / "checkpoints",
         step=step,
@@ -440,6 +469,8 @@ def _resume(task: TrainTask, model: ParallelModel, optimizer: torch.optim.Optimi
         place=_placing(model),
     )
     refuse(check_resumed(extra, task))
+    if isinstance(optimizer, OffloadedAdamW):
+        optimizer.seal()
     saved = extra["loss_scale"]
     scale.value, scale.good_steps, scale.skipped_in_row = (
         saved["value"],

@@ -22,6 +22,7 @@ from meshwright.base.records import MemoryBytes
 from meshwright.parallel.apply import ParallelModel
 from meshwright.parallel.replicate import Replicate
 from meshwright.parallel.tied import local
+from meshwright.train.offload import ENTRIES, OffloadedAdamW
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
@@ -46,9 +47,17 @@ def gradients(model: ParallelModel) -> list[Tensor]:
 
 
 def state_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
-    """Return the tensors that rest between steps: parameters (with buffers), gradients, optimizer state."""
+    """Return the tensors that rest between steps: parameters (with buffers), gradients, optimizer state.
+
+    State that rests away from the device (host memory, files) is "offloaded".
+    """
     state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    away: list[Tensor] = []
+    if isinstance(optimizer, OffloadedAdamW):
+        away = optimizer.homes
+        state = [t for s in optimizer.state.values() for k, t in s.items() if k not in ENTRIES]
     return {
+        "offloaded": away,
         "parameters": [*model.params.values(), *model.module.buffers()],
         "gradients": gradients(model),
         "optimizer": state,
@@ -168,7 +177,8 @@ def watch_step(
     """Count the live bytes of a step that starts now with what rests on this rank and its ``batch``."""
     counter = LiveBytes()
     for category, tensors in state_tensors(model, optimizer).items():
-        counter.add(tensors, category)
+        if category != "offloaded":
+            counter.add(tensors, category)
     counter.add(batch, "batch")
     before = model.on_action
 

@@ -62,6 +62,7 @@ def train_step(
     rate: Rate,
     max_norm: float | None,
     scale: LossScale,
+    positions_ABT: Tensor | None = None,
     on_gradients: Callable[[ParallelModel], None] | None = None,
 ) -> StepResult:
     """Run update ``step`` (counted from 1) on this rank's micro-batches; see the module for its five parts.
@@ -75,6 +76,8 @@ def train_step(
         rate: learning-rate schedule.
         max_norm: clip the gradient norm to this; None clips nothing.
         scale: loss scale, updated in place.
+        positions_ABT: positions that begin again with each packed document, [accumulation, micro_batch, T]; None
+            where a row is one document.
         on_gradients: called with the finished gradients before they are clipped (still times the loss scale).
     """
     marks = [time.perf_counter()]
@@ -101,7 +104,7 @@ def train_step(
         batch.global_batch, batch.micro_batch, batch.accumulation, batch.dp, model.view.dp_rank
     )
     model.begin_step(step, torch.from_numpy(rows_AB))
-    loss_sum = model.forward_backward(inputs_ABT, labels_ABT, scale.value / valid)
+    loss_sum = model.forward_backward(inputs_ABT, labels_ABT, scale.value / valid, positions_ABT)
     marks.append(time.perf_counter())
     model.finish_gradients()
     marks.append(time.perf_counter())

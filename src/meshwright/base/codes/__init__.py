@@ -9,11 +9,13 @@ from types import MappingProxyType
 from typing import Final
 
 from meshwright.base.codes import (
+    adapter,
     backtest,
     checkpoint,
     cluster,
     command,
     data,
+    documents,
     layout,
     layout_text,
     model,
@@ -30,12 +32,14 @@ TABLES: Final[tuple[tuple[CodeInfo, ...], ...]] = (
     written.CODES,
     model.CODES,
     layout.CODES,
+    adapter.CODES,
     schedule.CODES,
     layout_text.CODES,
     plan_file.CODES,
     cluster.CODES,
     world.CODES,
     data.CODES,
+    documents.CODES,
     checkpoint.CODES,
     command.CODES,
     report.CODES,

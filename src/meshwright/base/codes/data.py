@@ -66,15 +66,15 @@ string. A record whose text is null is skipped and counted; a record without the
     ),
     CodeInfo(
         code="E606",
-        title="Chat and prompt records are not read yet",
+        title="These records are of a form that is not read",
         kind="code",
-        why="which tokens carry a loss in a conversation needs a chat template, which this version does not apply",
-        needs="plain text under one field",
-        do="write each conversation as plain text under the field text, or use another corpus",
-        page="""Records with messages, conversations or prompt/completion are meant for supervised fine-tuning:
-only the answer should carry a loss, and the chat template of the model says how turns are written.
-This version trains on plain text only. Reading such a record as text would train on the wrong tokens
-without saying so, hence the refusal.""",
+        why="which tokens carry a loss depends on what the fields mean",
+        needs="text, messages (or conversations), or prompt and completion",
+        do="set data.format to what the records are, or write them with one of these fields",
+        page="""Three forms are read: plain text under data.text_field, conversations under messages (role and content;
+conversations with from and value too), and prompt with completion, both text. All records of a source have one form,
+by default that of the first. Preference pairs (chosen, rejected) and other fields are not read: taking one of them as
+text would train on the wrong tokens without saying so.""",
     ),
     CodeInfo(
         code="E607",

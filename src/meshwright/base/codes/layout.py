@@ -240,9 +240,9 @@ short stages per rank make the bubble smaller and send more often.""",
         title="This axis is not built yet",
         kind="code",
         why="Meshwright can plan it but not run it so far",
-        needs="axes that are built: dp (with zero and shard), tp (with sp), cp and pp",
+        needs="axes that are built: dp (with zero and shard), cp, ep, tp (with sp) and pp",
         do="set the degree to 1 and use dp, zero, tp, cp or pp",
-        page="""What runs now: dp with zero=0, 1, 2, 3 and shard (HSDP), tp with sp=on or off, cp as ring or Ulysses,
+        page="""What runs now: dp with zero=0, 1, 2, 3 and shard (HSDP), cp as ring or Ulysses, ep, tp with sp=on or off,
 and pp with every schedule. The other axes have their rank arithmetic and rules, and the planner may price them.""",
     ),
     CodeInfo(
@@ -252,8 +252,8 @@ and pp with every schedule. The other axes have their rank arithmetic and rules,
         why="Meshwright can plan it but not run it so far",
         needs="a value that is built",
         do="leave the key out",
-        page="""What runs now: loss=eager or chunked, any recompute, offload=none, compile=off, every schedule,
-and precision fp32, bf16, fp16 and fp64.""",
+        page="""What runs now: loss=eager or chunked, any recompute, offload=none, optimizer or optimizer-nvme,
+compile=off or blocks, every schedule, and precision fp32, bf16, fp16 and fp64.""",
     ),
     CodeInfo(
         code="E252",
@@ -341,6 +341,59 @@ draw the same masks for different tokens, which is not what one device computes.
         page="""With cp above 1 the attention of the model is taken over through transformers' attention interface. What a
 query sees follows from positions; every other argument that a model hands to its attention is refused, unless it is
 known to change nothing in training.""",
+    ),
+    CodeInfo(
+        code="E265",
+        title="The expert axis does not fit in the shard group",
+        kind="code",
+        why="with ZeRO the ranks that hold the same experts share their state, and those are shard / ep ranks",
+        needs="ep divides shard (dp * cp where shard is not written)",
+        do="an ep that divides shard, or zero=0",
+        page="""The expert axis is borrowed from dp x cp: ep neighbouring ranks hold all experts of a mixture between
+them. ZeRO spreads everything else over the shard group, and an expert over the part of that group that holds
+it: shard / ep ranks. With shard=2 and ep=4 an expert would be on one rank of every second shard group, so that
+its state could not be spread at all.""",
+    ),
+    CodeInfo(
+        code="E266",
+        title="Expert parallelism of this model family is not built yet",
+        kind="code",
+        why="a family's experts and router must be known to be spread",
+        needs="a family that is built, or ep=1",
+        do="ep=1 with zero=3, which shards the experts' state",
+        page="""Spread over ranks now: the experts of mixtral, qwen3_moe, deepseek_v2 and deepseek_v3.""",
+    ),
+    CodeInfo(
+        code="E267",
+        title="The routers' loss of a model in parts is not built yet",
+        kind="code",
+        why="the term multiplies averages over all layers and all tokens of a sequence, and a rank has some of them",
+        needs="pp=1 and cp=1 with output_router_logits",
+        do='"output_router_logits": false, or pp=1 and cp=1',
+        page="""With output_router_logits the loss has a load-balancing term: the share of tokens that each expert got,
+averaged over the layers, times the mean probability that the routers gave it. A pipeline stage has the routers
+of its own layers only, and a rank of cp a part of each sequence. Without the term another model would be
+trained, so it is not left out in silence. dp, ep and ZeRO keep whole sequences and all layers on a rank.""",
+    ),
+    CodeInfo(
+        code="E268",
+        title="Experts with replicas inside the context axis are not built yet",
+        kind="code",
+        why="neighbours on dp x cp would then be replicas, and an expert's shards would not lie in one shard group",
+        needs="cp inside dp in order, or one shard group (shard = dp * cp)",
+        do="order=tp/cp/dp/pp",
+        page="""The expert axis takes neighbouring ranks of dp x cp, and ZeRO's shard group is dp_shard x cp. With
+replicas (HSDP) both fit in each other when cp is numbered inside dp, which is the usual order.""",
+    ),
+    CodeInfo(
+        code="W265",
+        title="The experts' matrices do not fit torch's grouped product",
+        kind="cost",
+        why="torch's grouped matrix product wants rows of a multiple of 16 bytes",
+        do="hidden_size and the experts' width as multiples of 8, where the model is yours to choose",
+        page="""torch multiplies all experts of a mixture in one call when hidden_size and the experts' width, in bytes
+of the compute precision, are multiples of 16. Otherwise each expert is multiplied by itself: the same numbers,
+with one call per expert.""",
     ),
     CodeInfo(
         code="W201",

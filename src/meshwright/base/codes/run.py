@@ -68,10 +68,10 @@ CODES: Final[tuple[CodeInfo, ...]] = (
     ),
     CodeInfo(
         code="E547",
-        title="The model's auxiliary loss is not built yet",
+        title="The auxiliary loss of this model family is not built yet",
         kind="code",
-        needs="output_router_logits = false",
-        why="the router's auxiliary loss is not added to the loss yet, and without it another model would be trained",
+        needs="a mixtral or qwen3_moe config, or output_router_logits = false",
+        why="this family's routers are not known to the loss, and without the term another model would be trained",
         do='set "output_router_logits": false in config.json',
     ),
     CodeInfo(

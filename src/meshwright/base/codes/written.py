@@ -92,9 +92,9 @@ To switch something off, write what its description says (null for clip.max_norm
         why="there is no value that is right for every run",
         needs="the key with a value",
         do="add the key to the run file, or give it with --set",
-        page="""model.config, data.path, data.seq_len, batch.sequences and run.steps have no defaults.
-Everything else has one; `meshwright config show RUN.yaml --origin` prints every value in force and where it
-came from.""",
+        page="""model.config, data.seq_len, batch.sequences and run.steps have no defaults, and there is either data.path
+or data.sources. Everything else has one; `meshwright config show RUN.yaml --origin` prints every value in force and
+where it came from.""",
     ),
     CodeInfo(
         code="E108",

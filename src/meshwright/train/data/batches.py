@@ -9,8 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.train.data.order import Ints, batch_samples, key_of, mix64, permute, rank_rows
-from meshwright.train.data.store import NO_LOSS, TokenStream
+from meshwright.train.data.mixture import MixedRows, mixed_at
+from meshwright.train.data.order import Ints, key_of, mix64, permute, rank_rows, samples_at
+from meshwright.train.data.packing import positions_of
+from meshwright.train.data.stream import NO_LOSS, Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +26,20 @@ class RankBatch:
         labels: the token after each, -100 where there is no loss; already shifted. Same shape.
         samples: which sample each row is, -1 for a padding row. Shapes: ``[accumulation, micro_batch]``.
         position: samples that the whole job drew before this batch (the global cursor).
+        documents: which document of its row each place is of, where rows hold several that must not see each
+            other; None where they do not. Same shape as ``input_ids``.
     """
 
     input_ids: Ints
     labels: Ints
     samples: Ints
     position: int
+    documents: Ints | None = None
+
+    @property
+    def positions(self) -> Ints | None:
+        """Positions that begin again with each document, or None where a row is one. Shapes: as ``documents``."""
+        return None if self.documents is None else positions_of(self.documents)
 
     @property
     def valid_tokens(self) -> int:
@@ -38,20 +48,39 @@ class RankBatch:
 
     def digest(self) -> str:
         """Return a hash of the content, equal on ranks that must hold the same batch."""
-        return hashlib.sha256(self.input_ids.tobytes() + self.labels.tobytes()).hexdigest()[:16]
+        documents = b"" if self.documents is None else self.documents.tobytes()
+        return hashlib.sha256(self.input_ids.tobytes() + self.labels.tobytes() + documents).hexdigest()[:16]
 
 
-def _gather(stream: TokenStream, samples: Ints, position: int) -> RankBatch:
-    inputs = np.full((*samples.shape, stream.seq_len), stream.pad_id, np.int64)
-    labels = np.full((*samples.shape, stream.seq_len), NO_LOSS, np.int64)
+def _gather(rows: Rows, samples: Ints, position: int) -> RankBatch:
+    shape = (*samples.shape, rows.seq_len)
+    inputs = np.full(shape, rows.pad_id, np.int64)
+    labels = np.full(shape, NO_LOSS, np.int64)
+    documents = np.zeros(shape, np.int64) if rows.isolated else None
     for place in np.ndindex(*samples.shape):
         if samples[place] >= 0:
-            inputs[place], labels[place] = stream.row(int(samples[place]))
-    return RankBatch(input_ids=inputs, labels=labels, samples=samples, position=position)
+            inputs[place], labels[place] = rows.row(int(samples[place]))
+            if documents is not None:
+                documents[place] = rows.row_documents(int(samples[place]))
+    return RankBatch(input_ids=inputs, labels=labels, samples=samples, position=position, documents=documents)
+
+
+def drawn_samples(rows: Rows, position: int, count: int, seed: int, end: int | None = None) -> Ints:
+    """Return the samples of the draws ``position`` to ``position + count`` of the whole job, -1 behind ``end``.
+
+    They depend on the seed and the position alone: not on ranks, layout or restarts.
+
+    Shapes: ``[count]``.
+    """
+    if isinstance(rows, MixedRows):
+        samples = mixed_at(position, count, rows, seed)
+    else:
+        samples = samples_at(position, count, rows.num_samples, seed)
+    return samples if end is None else np.where(np.arange(position, position + count) < end, samples, -1)
 
 
 def rank_batch(
-    stream: TokenStream,
+    stream: Rows,
     *,
     step: int,
     global_batch: int,
@@ -60,15 +89,20 @@ def rank_batch(
     dp: int,
     dp_rank: int,
     seed: int,
+    end: int | None = None,
 ) -> RankBatch:
-    """Return one coordinate's rows of one step; ``step`` counts from 0 (step s is the (s+1)-th update)."""
-    drawn = batch_samples(step, global_batch, stream.num_samples, seed)
+    """Return one coordinate's rows of one step; ``step`` counts from 0 (step s is the (s+1)-th update).
+
+    Behind ``end``, where finite data is over, rows are padding without any label: the last step has fewer samples,
+    and every rank as many micro-batches as before.
+    """
+    drawn = drawn_samples(stream, step * global_batch, global_batch, seed, end)
     rows = rank_rows(global_batch, micro_batch, accumulation, dp, dp_rank)
     return _gather(stream, drawn[rows], step * global_batch)
 
 
 def eval_batches(
-    stream: TokenStream,
+    stream: Rows,
     *,
     micro_batch: int,
     dp: int,

@@ -2,55 +2,42 @@
 
 from __future__ import annotations
 
-import codecs
-import importlib
-import importlib.util
+import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
-from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem
-from meshwright.base.units import KIB, MIB, format_bytes
+from meshwright.base.errors import MeshwrightError, Problem, problem
+from meshwright.base.units import MIB, format_bytes
+from meshwright.train.data.pieces import Account, Piece, counted, cut
 from meshwright.train.data.python_docs import BEYOND, LIMIT_BYTES, python_docs, python_files
+from meshwright.train.data.records import JSONL, Form, Shape, first_fields, form_of, jsonl_file
+from meshwright.train.data.tables import row_groups, table_fields, table_file
+from meshwright.train.data.texts import text_file
 
 PYTHON_DOCS: Final = "python-docs"
 """The built-in corpus: text that comes with every Python."""
 
 Kind: TypeAlias = Literal["python-docs", "text", "folder", "jsonl", "parquet", "arrow"]
 
-PIECE_BYTES = 256 * KIB
-"""Long documents are tokenised in pieces of about this size, cut after a line."""
-
-_JSONL = frozenset({".jsonl", ".ndjson"})
-_CHAT_FIELDS = ("messages", "conversations", "conversation", "prompt", "chosen", "instruction")
 _SPLITS = ("train", "validation", "valid", "dev", "test", "eval")
 _MAX_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Text of one document or of a part of it; ``ends`` marks a document's last piece.
+class Unit:
+    """A part of a corpus that is read by itself: a file, or lines or row groups of one.
 
-    ``source_bytes`` is what was read to get here since the last piece (for progress).
+    ``start`` and ``stop`` are bytes of a JSONL file or row groups of a parquet file; (0, None) is all of it.
     """
 
-    text: str
-    ends: bool
-    source_bytes: int = 0
-
-
-@dataclass(kw_only=True)
-class Account:
-    """What reading came across: the report's raw material. Filled while the pieces are consumed."""
-
-    documents: int = 0
-    text_bytes: int = 0
-    skipped: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    empty_records: int = 0
-    beyond_limit: int = 0
+    name: str
+    path: Path
+    start: int = 0
+    stop: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +48,20 @@ class Corpus:
         path: what the user wrote.
         kind: how the files are read.
         files: (name shown and hashed, path).
-        text_field: field or column with the text, where there are fields.
+        shape: how records become documents, where there are records.
         skipped: (name, reason) of files that were left out before reading.
     """
 
     path: str
     kind: Kind
     files: tuple[tuple[str, Path], ...]
-    text_field: str = "text"
+    shape: Shape = field(default_factory=Shape)
     skipped: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def text_field(self) -> str:
+        """Field or column with the text, where there are fields."""
+        return self.shape.text_field
 
     @property
     def num_bytes(self) -> int:
@@ -81,29 +73,83 @@ class Corpus:
         """About how many bytes reading will give account of (for progress and sampling)."""
         return min(self.num_bytes, LIMIT_BYTES) if self.kind == "python-docs" else self.num_bytes
 
+    def form(self) -> Form:
+        """Return what the records are, from the fields of the first one (plain text without records)."""
+        for name, path in self.files:
+            if self.kind in ("parquet", "arrow"):
+                fields = table_fields("parquet" if self.kind == "parquet" else "arrow", path)
+            elif self._is_jsonl(name):
+                fields = first_fields(path)
+            else:
+                continue
+            if fields:
+                return form_of(fields, self.text_field)
+        return "text"
+
+    def _is_jsonl(self, name: str) -> bool:
+        return self.kind == "jsonl" or (self.kind == "folder" and Path(name).suffix.lower() in JSONL)
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        """Return the parts of the corpus in reading order, each of about ``unit_bytes`` where it can be cut."""
+        if self.kind == "python-docs":
+            return [Unit(name=self.path, path=self.files[0][1])]
+        found: list[Unit] = []
+        for name, path in self.files:
+            size = path.stat().st_size
+            if self._is_jsonl(name) and size > unit_bytes:
+                edges = [*range(0, size, unit_bytes), size]
+            elif self.kind == "parquet" and size > unit_bytes:
+                edges = [0]
+                held = 0
+                for number, group in enumerate(row_groups(path), start=1):
+                    held += group
+                    if held >= unit_bytes:
+                        edges, held = [*edges, number], 0
+                if held or len(edges) == 1:
+                    edges.append(max(len(row_groups(path)), 1))
+            else:
+                found.append(Unit(name=name, path=path))
+                continue
+            pairs = itertools.pairwise(edges)
+            found += [Unit(name=name, path=path, start=a, stop=b) for a, b in pairs]
+        return found
+
     def pieces(self, account: Account) -> Iterator[Piece]:
         """Yield the text of every document in order and fill ``account`` on the way.
 
         Raises:
-            MeshwrightError: E603, E604, E605, E606, E614, E616 with all that was found wrong in a file.
+            MeshwrightError: E603-E606, E614, E616, E642-E644 with all that was found wrong in a file.
         """
         account.skipped.extend(self.skipped)
         if self.kind == "python-docs":
-            for name, text, reason in python_docs(list(self.files)):
-                if reason == BEYOND:
-                    account.beyond_limit += 1
-                elif reason:
-                    account.skipped.append((name, reason))
-                else:
-                    yield from _counted(_cut(text, len(text.encode())), account)
+            yield from self._python_docs(account)
             return
         for name, path in self.files:
-            if self.kind in ("parquet", "arrow"):
-                yield from _table_file(self, name, path, account)
-            elif path.suffix.lower() in _JSONL or self.kind == "jsonl":
-                yield from _jsonl_file(self, name, path, account)
+            yield from self.unit_pieces(Unit(name=name, path=path), account)
+
+    def unit_pieces(self, unit: Unit, account: Account) -> Iterator[Piece]:
+        """Yield the text of one part of the corpus; see ``pieces``."""
+        if self.kind == "python-docs":
+            yield from self._python_docs(account)
+        elif self.kind == "parquet" or self.kind == "arrow":
+            yield from table_file(self.kind, self.shape, unit.path, account, unit.start, unit.stop)
+        elif self._is_jsonl(unit.name):
+            yield from jsonl_file(self.shape, unit.path, account, unit.start, unit.stop)
+        else:
+            yield from text_file(unit.name, unit.path, account, in_folder=self.kind == "folder")
+
+    def _python_docs(self, account: Account) -> Iterator[Piece]:
+        for name, text, reason in python_docs(list(self.files)):
+            if reason == BEYOND:
+                account.beyond_limit += 1
+            elif reason:
+                account.skipped.append((name, reason))
             else:
-                yield from _text_file(self, name, path, account)
+                yield from counted(cut(text, len(text.encode())), account)
+
+    def shaped(self, shape: Shape) -> Corpus:
+        """Return the corpus with another way to read its records."""
+        return replace(self, shape=shape)
 
 
 def open_corpus(path: str, text_field: str = "text") -> Corpus:
@@ -124,7 +170,7 @@ def open_corpus(path: str, text_field: str = "text") -> Corpus:
                     do="set data.path to a text file or folder",
                 )
             )
-        return Corpus(path=path, kind="python-docs", files=tuple(files), text_field=text_field)
+        return Corpus(path=path, kind="python-docs", files=tuple(files), shape=Shape(text_field=text_field))
     source = Path(path).expanduser()
     try:
         if not source.exists():
@@ -164,13 +210,13 @@ def _skips(skipped: list[tuple[str, str]] | tuple[tuple[str, str], ...]) -> str:
 def _file(path: str, source: Path, text_field: str) -> Corpus:
     suffix = source.suffix.lower()
     kind: Kind = "text"
-    if suffix in _JSONL or (suffix == ".json" and _starts_with_object_line(source)):
+    if suffix in JSONL or (suffix == ".json" and _starts_with_object_line(source)):
         kind = "jsonl"
     elif suffix == ".parquet":
         kind = "parquet"
     elif suffix == ".arrow":
         kind = "arrow"
-    return Corpus(path=path, kind=kind, files=((source.name, source),), text_field=text_field)
+    return Corpus(path=path, kind=kind, files=((source.name, source),), shape=Shape(text_field=text_field))
 
 
 def _starts_with_object_line(source: Path) -> bool:
@@ -225,10 +271,10 @@ def _folder(path: str, source: Path, text_field: str) -> Corpus:
                 path=path,
                 kind="parquet" if kind == "parquet" else "arrow",
                 files=tuple(used),
-                text_field=text_field,
+                shape=Shape(text_field=text_field),
                 skipped=tuple(left),
             )
-    return Corpus(path=path, kind="folder", files=tuple(listed), text_field=text_field)
+    return Corpus(path=path, kind="folder", files=tuple(listed), shape=Shape(text_field=text_field))
 
 
 def _split_of(name: str) -> str | None:
@@ -287,274 +333,6 @@ def _saved_dataset(path: str, source: Path, text_field: str, skipped: tuple[tupl
         path=path,
         kind="arrow",
         files=tuple((name, source / name) for name in names),
-        text_field=text_field,
+        shape=Shape(text_field=text_field),
         skipped=skipped,
     )
-
-
-# -- text ---------------------------------------------------------------------------------------------------
-
-
-def _cut(text: str, source_bytes: int = 0) -> Iterator[Piece]:
-    """Yield a document in pieces cut after a line (or, in a very long line, anywhere)."""
-    start = 0
-    while len(text) - start > PIECE_BYTES:
-        end = text.rfind("\n", start, start + PIECE_BYTES) + 1
-        if end <= start:
-            end = start + PIECE_BYTES
-        yield Piece(text=text[start:end], ends=False)
-        start = end
-    yield Piece(text=text[start:], ends=True, source_bytes=source_bytes)
-
-
-def _counted(pieces: Iterator[Piece], account: Account) -> Iterator[Piece]:
-    for piece in pieces:
-        account.text_bytes += len(piece.text.encode())
-        account.documents += piece.ends
-        yield piece
-
-
-@dataclass(frozen=True, kw_only=True)
-class NotText:
-    """Why a file is not text: the offset of the first wrong byte and how many of how many are wrong."""
-
-    offset: int
-    wrong: int
-    size: int
-    what: str
-
-    def __str__(self) -> str:
-        share = 100.0 * self.wrong / max(self.size, 1)
-        return (
-            f"{self.what} at byte {self.offset}; {self.wrong} of {self.size} bytes are wrong ({share:.2g} %)"
-        )
-
-
-def not_text(path: Path) -> NotText | None:
-    """Return what makes a file not UTF-8 text, or None; reads the file once.
-
-    Wrong bytes are NUL bytes and bytes that no UTF-8 character holds.
-    """
-    size = path.stat().st_size
-    first: int | None = None
-    what = ""
-    wrong = 0
-    done = 0
-    ignoring = codecs.getincrementaldecoder("utf-8")("ignore")
-    kept = 0
-    with path.open("rb") as file:
-        while True:
-            block = file.read(MIB)
-            if done == 0 and block[:2] in (b"\xff\xfe", b"\xfe\xff"):
-                return NotText(offset=0, wrong=size, size=size, what="a UTF-16 byte order mark")
-            nul = block.find(b"\0")
-            text = ignoring.decode(block, final=not block)
-            kept += len(text.encode())
-            pending = len(ignoring.getstate()[0])
-            lost = done + len(block) - kept - pending
-            if first is None and (nul >= 0 or lost):
-                offset = _first_invalid(path) if lost else size
-                first = min(offset, done + nul if nul >= 0 else size)
-                what = "a NUL byte" if nul >= 0 and done + nul == first else "a byte that is not UTF-8"
-            wrong += block.count(b"\0")
-            done += len(block)
-            if not block:
-                break
-    if first is None:
-        return None
-    return NotText(offset=first, wrong=wrong + done - kept, size=size, what=what)
-
-
-def _first_invalid(path: Path) -> int:
-    """Return the offset of the first byte that is not UTF-8 (the size when there is none)."""
-    strict = codecs.getincrementaldecoder("utf-8")("strict")
-    done = 0
-    with path.open("rb") as file:
-        while True:
-            block = file.read(MIB)
-            pending = len(strict.getstate()[0])
-            try:
-                strict.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                return done - pending + error.start
-            done += len(block)
-            if not block:
-                return done
-
-
-def _text_file(corpus: Corpus, name: str, path: Path, account: Account) -> Iterator[Piece]:
-    try:
-        size = path.stat().st_size
-        wrong = not_text(path)
-    except OSError as error:
-        wrong, size = error.strerror or str(error), 0
-        if corpus.kind != "folder":
-            raise MeshwrightError(problem("E601", where=str(path), found=wrong)) from error
-    if wrong is not None:
-        if corpus.kind == "folder":
-            account.skipped.append((name, str(wrong)))
-            return
-        raise MeshwrightError(problem("E603", where=str(path), found=str(wrong)))
-    if size == 0:
-        account.skipped.append((name, "empty"))
-        return
-    if not _has_text(path):
-        account.skipped.append((name, "only white space"))
-        return
-    yield from _counted(_stream(path), account)
-
-
-def _has_text(path: Path) -> bool:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        while block := file.read(MIB):
-            if not block.isspace():
-                return True
-    return False
-
-
-def _stream(path: Path) -> Iterator[Piece]:
-    """Yield one file as one document, without holding more than a few pieces of it."""
-    held = ""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        while block := file.read(4 * PIECE_BYTES):
-            held += block
-            *pieces, last = _cut(held)
-            for piece in pieces:
-                yield Piece(text=piece.text, ends=False, source_bytes=len(piece.text.encode()))
-            held = last.text
-    yield Piece(text=held, ends=True, source_bytes=len(held.encode()))
-
-
-# -- JSONL --------------------------------------------------------------------------------------------------
-
-
-def _jsonl_file(corpus: Corpus, name: str, path: Path, account: Account) -> Iterator[Piece]:
-    problems: list[Problem] = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                text = _text_of(corpus, line, where, first=number == 1)
-            except MeshwrightError as error:
-                problems.extend(error.problems)
-                if len(problems) >= _MAX_SHOWN:
-                    break
-                continue
-            if text is None or not text.strip():
-                account.empty_records += 1
-            elif not problems:
-                yield from _counted(_cut(text, len(line)), account)
-    if problems:
-        raise MeshwrightError(problems)
-
-
-def _text_of(corpus: Corpus, line: bytes, where: str, first: bool) -> str | None:
-    try:
-        record: Any = json.loads(line.decode("utf-8-sig" if first else "utf-8"))
-    except UnicodeDecodeError as error:
-        raise MeshwrightError(
-            problem("E604", where=where, found=f"not UTF-8 at byte {error.start} of the line")
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise MeshwrightError(problem("E604", where=where, found=f"not JSON: {error}")) from error
-    if not isinstance(record, Mapping):
-        raise MeshwrightError(
-            problem("E604", where=where, found=f"a {type(record).__name__} instead of an object")
-        )
-    fields = [str(key) for key in record]
-    if corpus.text_field not in record:
-        raise MeshwrightError(_field_problem(corpus.text_field, fields, where))
-    text = record[corpus.text_field]
-    if text is not None and not isinstance(text, str):
-        raise MeshwrightError(
-            problem(
-                "E605", where=where, found=f"{corpus.text_field!r} is a {type(text).__name__}, not a string"
-            )
-        )
-    if text is not None:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise MeshwrightError(
-                problem("E604", where=where, found=f"half of a surrogate pair at character {error.start}")
-            ) from error
-    return text
-
-
-def _field_problem(text_field: str, fields: list[str], where: str) -> Problem:
-    there = ", ".join(fields) or "none"
-    if any(name in _CHAT_FIELDS for name in fields):
-        return problem("E606", where=where, found=f"no field {text_field!r} but {there}")
-    return problem("E605", where=where, found=f"no field {text_field!r}; there are: {there}")
-
-
-# -- tables -------------------------------------------------------------------------------------------------
-
-
-def _table_file(corpus: Corpus, name: str, path: Path, account: Account) -> Iterator[Piece]:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise MeshwrightError(
-            problem(
-                "E614",
-                where=str(path),
-                found="pyarrow is not installed",
-                needs="pyarrow 18 or newer",
-                do="pip install 'meshwright[run]'",
-            ),
-            ExitCode.ENVIRONMENT,
-        )
-    pyarrow = importlib.import_module("pyarrow")
-    size = path.stat().st_size
-    rows = 0
-    try:
-        for batch, total in _batches(path, corpus):
-            share = size * batch.num_rows // max(total, 1)
-            column = batch.column(0)
-            for text in column.to_pylist():
-                if text is None or not text.strip():
-                    account.empty_records += 1
-                else:
-                    yield from _counted(_cut(text), account)
-            rows += batch.num_rows
-            yield Piece(text="", ends=False, source_bytes=share)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise MeshwrightError(
-            problem("E616", where=str(path), found=f"after {rows} rows: {type(error).__name__}: {error}")
-        ) from error
-
-
-def _batches(path: Path, corpus: Corpus) -> Iterator[tuple[Any, int]]:
-    """Yield (record batch with the text column only, rows of the file or 0 when not known before)."""
-    pyarrow = importlib.import_module("pyarrow")
-    column = corpus.text_field
-    if corpus.kind == "parquet":
-        table = importlib.import_module("pyarrow.parquet").ParquetFile(path)
-        _check_column(pyarrow, table.schema_arrow, column, path)
-        for batch in table.iter_batches(batch_size=1024, columns=[column]):
-            yield batch, table.metadata.num_rows
-        return
-    source = pyarrow.memory_map(str(path))
-    try:
-        reader = pyarrow.ipc.open_stream(source)
-        _check_column(pyarrow, reader.schema, column, path)
-        for batch in reader:
-            yield batch.select([column]), 0
-    except pyarrow.ArrowInvalid:
-        source.seek(0)
-        reader = pyarrow.ipc.open_file(source)
-        _check_column(pyarrow, reader.schema, column, path)
-        for number in range(reader.num_record_batches):
-            yield reader.get_batch(number).select([column]), 0
-
-
-def _check_column(pyarrow: Any, schema: Any, column: str, path: Path) -> None:
-    if column not in schema.names:
-        raise MeshwrightError(_field_problem(column, list(schema.names), str(path)))
-    kind = schema.field(column).type
-    types = pyarrow.types
-    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise MeshwrightError(
-            problem("E605", where=str(path), found=f"column {column!r} is of type {kind}, not string")
-        )

@@ -79,10 +79,17 @@ def samples_at(position: int, count: int, num_samples: int, seed: int) -> Ints:
     """
     if num_samples < 1 or position < 0:
         raise ValueError(f"no sample {position} in a corpus of {num_samples}")
-    drawn = np.arange(position, position + count, dtype=np.int64)
-    epochs, index = np.divmod(drawn, num_samples)
-    samples = np.empty(count, np.int64)
-    for epoch in range(int(epochs[0]), int(epochs[-1]) + 1) if count else ():
+    return samples_of(np.arange(position, position + count, dtype=np.int64), num_samples, seed)
+
+
+def samples_of(draws: Ints, num_samples: int, seed: int) -> Ints:
+    """Return the sample of each draw; draw d is in epoch ``d // num_samples``.
+
+    Shapes: ``draws`` ``[count]``, the result has the same.
+    """
+    epochs, index = np.divmod(draws, num_samples)
+    samples = np.empty(len(draws), np.int64)
+    for epoch in np.unique(epochs).tolist():
         here = epochs == epoch
         samples[here] = permute(index[here], num_samples, seed, epoch)
     return samples

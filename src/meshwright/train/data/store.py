@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,89 +15,16 @@ from numpy.typing import NDArray
 from meshwright.base.errors import MeshwrightError, Problem, problem
 from meshwright.base.units import format_bytes, format_seconds
 from meshwright.train.data.cache import Progress, Show, discard_folder, fingerprint, whole_folder
-from meshwright.train.data.corpus import Account, Corpus, Piece, empty_problem, open_corpus
+from meshwright.train.data.corpus import Corpus, empty_problem, open_corpus
+from meshwright.train.data.holdout import held_out
 from meshwright.train.data.order import Ints
+from meshwright.train.data.pieces import Account, Piece
+from meshwright.train.data.stream import Rows, TokenStream
 from meshwright.train.data.tokenizer import VERSION, TextTokenizer, load_tokenizer, trained_tokenizer
-
-NO_LOSS: Final = -100
-"""The label of a position that carries no loss."""
 
 _GROUP_TEXT = 1 << 20
 _SKIPS_KEPT = 100
 _META = "store.json"
-
-
-def padded_row(tokens: NDArray[Any], seq_len: int, pad_id: int) -> tuple[Ints, Ints]:
-    """Return input ids and labels of one row from up to ``seq_len + 1`` tokens.
-
-    ``labels[t]`` is the token after ``input_ids[t]``. What lies behind the tokens is padding: its inputs are
-    ``pad_id`` and its labels -100, by position and never by value, so that a real end-of-text token keeps
-    its label even where it is also the padding.
-
-    Shapes: ``[seq_len]`` each.
-    """
-    count = len(tokens)
-    if count > seq_len + 1:
-        raise ValueError(f"{count} tokens do not fit a row of {seq_len} + 1")
-    inputs = np.full(seq_len, pad_id, np.int64)
-    labels = np.full(seq_len, NO_LOSS, np.int64)
-    inputs[: min(count, seq_len)] = tokens[:seq_len]
-    labels[: max(count - 1, 0)] = tokens[1:]
-    return inputs, labels
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenStream:
-    """Tokens of one split in one file, cut into samples: sample i holds tokens i*seq_len to (i+1)*seq_len.
-
-    Neighbours share one token, so each token but the first is a label exactly once. The last, partial
-    sample is padded where ``keep_partial``, else dropped.
-    """
-
-    file: Path
-    num_tokens: int
-    seq_len: int
-    pad_id: int
-    keep_partial: bool
-
-    @functools.cached_property
-    def tokens(self) -> NDArray[Any]:
-        """All tokens, mapped into memory read-only. Shapes: ``[num_tokens]``."""
-        return np.load(self.file, mmap_mode="r")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle the place of the tokens, not the tokens."""
-        return {key: value for key, value in self.__dict__.items() if key != "tokens"}
-
-    @property
-    def num_samples(self) -> int:
-        """Samples in the stream."""
-        labels = max(self.num_tokens - 1, 0)
-        return -(-labels // self.seq_len) if self.keep_partial else labels // self.seq_len
-
-    def valid(self, index: int) -> int:
-        """Return how many labels of sample ``index`` carry a loss."""
-        return min(self.seq_len, self.num_tokens - 1 - index * self.seq_len)
-
-    def sample(self, index: int) -> Ints:
-        """Return the tokens of one sample; behind a partial one stands padding (see ``valid``).
-
-        Shapes: ``[seq_len + 1]``.
-        """
-        row = np.full(self.seq_len + 1, self.pad_id, np.int64)
-        piece = self._piece(index)
-        row[: len(piece)] = piece
-        return row
-
-    def row(self, index: int) -> tuple[Ints, Ints]:
-        """Return input ids and shifted labels of one sample. Shapes: ``[seq_len]`` each."""
-        return padded_row(self._piece(index), self.seq_len, self.pad_id)
-
-    def _piece(self, index: int) -> NDArray[Any]:
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"no sample {index} of {self.num_samples}")
-        start = index * self.seq_len
-        return self.tokens[start : start + self.seq_len + 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +33,9 @@ class TokenData:
 
     Attributes:
         folder: where the tokens lie.
-        train: the training split; its last partial sample is dropped.
-        eval: the held-out split; its last partial sample is padded.
+        train: the training split; the last partial sample of a stream is dropped.
+        eval: the held-out split; the last partial sample of a stream is padded.
+        end: samples after which finite data ends (``data.epochs``); None draws for ever.
         tokenizer_file: the tokenizer.json that made the tokens.
         eos_id: end-of-text token, which separates documents and pads rows.
         hash: changes with the corpus, the tokenizer and the split; the same for the same content anywhere.
@@ -116,23 +43,24 @@ class TokenData:
     """
 
     folder: Path
-    train: TokenStream
-    eval: TokenStream
+    train: Rows
+    eval: Rows
     tokenizer_file: Path
     tokenizer_size: int
     eos_id: int
     seq_len: int
     hash: str
     report: dict[str, Any]
+    end: int | None = None
 
     @property
     def num_samples(self) -> int:
         """Samples of the training split."""
         return self.train.num_samples
 
-    def sample(self, index: int) -> Ints:
-        """Return the tokens of one training sample. Shapes: ``[seq_len + 1]``."""
-        return self.train.sample(index)
+    def last_step(self, global_batch: int) -> int | None:
+        """Return the step (counted from 1) in which finite data ends, the same on every rank of any layout."""
+        return None if self.end is None else -(-self.end // global_batch)
 
     def tokenizer(self) -> TextTokenizer:
         """Return the tokenizer, for writing text from token ids."""
@@ -230,18 +158,21 @@ def open_tokens(folder: Path, seq_len: int, tokenizer_file: Path | None = None) 
 
 def check_samples(data: TokenData, global_batch: int) -> list[Problem]:
     """Return E608 when one step would take more samples than the corpus has."""
-    if global_batch <= data.num_samples:
+    most = data.train.fresh_draws
+    if global_batch <= most:
         return []
-    longest = (data.train.num_tokens - 1) // global_batch
+    stream = isinstance(data.train, TokenStream)
+    longest = (data.train.num_tokens - 1) // global_batch if stream else 0
     or_shorter = f", or seq_len of at most {longest}" if longest >= 1 else ""
     return [
         problem(
             "E608",
             where="batch.sequences",
             found=f"{global_batch} sequences per step, but the corpus has {data.num_samples} samples "
-            f"of {data.seq_len} tokens",
-            needs=f"at most {data.num_samples} sequences per step{or_shorter}",
-            do=f"set batch.sequences to {data.num_samples} or less{or_shorter}, or use more text",
+            f"of {data.seq_len} tokens"
+            + ("" if most == data.num_samples else f", by shares only {most} without a repeat"),
+            needs=f"at most {most} sequences per step{or_shorter}",
+            do=f"set batch.sequences to {most} or less{or_shorter}, or use more text",
         )
     ]
 
@@ -317,7 +248,7 @@ def _build(
     if not ends:
         raise MeshwrightError(empty_problem(corpus, account))
     tokens = np.memmap(raw, dtype, "r", shape=(total,))
-    held, how = _held_out(np.asarray(ends), np.asarray(digests, np.uint64), eval_fraction)
+    held, how = held_out(np.asarray(ends), np.asarray(digests, np.uint64), eval_fraction)
     sizes = {
         "train": _write_split(
             folder / "train.npy", tokens, np.asarray(ends), ~held, how, eval_fraction, False
@@ -353,29 +284,6 @@ def _build(
         },
     }
     (folder / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-
-
-def _held_out(ends: Ints, digests: NDArray[np.uint64], fraction: float) -> tuple[NDArray[np.bool_], str]:
-    """Return which documents are held out, and how the split was made.
-
-    Documents are taken in the order of their hashes, equal documents together, until the fraction is
-    reached. Where documents are too few or too long for that (less than half or more than twice the
-    fraction), the tail of the stream is held out instead.
-    """
-    held = np.zeros(len(ends), np.bool_)
-    if fraction <= 0:
-        return held, "none held out"
-    lengths = np.diff(ends, prepend=0)
-    order = np.lexsort((np.arange(len(ends)), digests))
-    reached = np.cumsum(lengths[order])
-    count = int(np.searchsorted(reached, fraction * reached[-1])) + 1
-    while count < len(order) and digests[order[count]] == digests[order[count - 1]]:
-        count += 1
-    share = reached[min(count, len(order)) - 1] / reached[-1]
-    if count < len(order) and fraction / 2 <= share <= min(2 * fraction, (1 + fraction) / 2):
-        held[order[:count]] = True
-        return held, "whole documents, by hash"
-    return held, "tail of the stream"
 
 
 def _write_split(

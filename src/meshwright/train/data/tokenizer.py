@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.base.units import MIB, format_bytes, format_seconds
 from meshwright.train.data.cache import Progress, Show, write_whole
-from meshwright.train.data.corpus import Account, Corpus, empty_problem
+from meshwright.train.data.corpus import Corpus, empty_problem
+from meshwright.train.data.pieces import Account, Piece
 
 END_OF_TEXT: Final = "<|endoftext|>"
 """The end-of-text token of a tokenizer that we train."""
@@ -66,6 +67,30 @@ class TextTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text, without anything added."""
         return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_pieces(self, pieces: Sequence[Piece]) -> list[list[int]]:
+        """Return the token ids of each piece; in markup, special tokens that are written are tokens.
+
+        Pieces are tokenised each by itself, so that a prompt has the tokens that it has without an answer.
+        """
+        ids: list[list[int]] = [[] for _ in pieces]
+        for markup in (False, True):
+            chosen = [n for n, piece in enumerate(pieces) if piece.markup is markup]
+            if not chosen:
+                continue
+            self.backend.encode_special_tokens = not markup
+            try:
+                encoded = self.encode_many([pieces[n].text for n in chosen])
+            finally:
+                self.backend.encode_special_tokens = True
+            for n, found in zip(chosen, encoded, strict=True):
+                ids[n] = found
+        return ids
+
+    def special_tokens(self) -> tuple[str, ...]:
+        """Return every special token as it is written."""
+        added = self.backend.get_added_tokens_decoder()
+        return tuple(token.content for _, token in sorted(added.items()) if token.special)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids; the end-of-text token is written out as it is."""

@@ -1,0 +1,115 @@
+"""Codes about adapters, offload and compiled blocks (E270-E279)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from meshwright.base.codes.info import CodeInfo
+
+CODES: Final[tuple[CodeInfo, ...]] = (
+    CodeInfo(
+        code="E270",
+        title="Adapters are not built on this axis",
+        kind="code",
+        why="what this axis does inside a block is not proved with an adapter's factors in it",
+        needs="dp with any zero and shard, pp and tp",
+        do="set the degree to 1 and spread over dp, zero, tp or pp",
+        page="""LoRA runs with data parallelism, every ZeRO stage, HSDP, pipelines, tensor parallelism and recompute.
+Beside a column-cut matrix B is cut the same way and A is whole, beside a row-cut one A is cut and B is whole; the
+gradient of the whole one is summed over the axis. Context and expert parallelism are not built with it.""",
+    ),
+    CodeInfo(
+        code="E271",
+        title="An adapter's target is no matrix of the model's blocks",
+        kind="input",
+        why="an adapter stands beside a linear layer of a block",
+        needs="last parts of module names, such as q_proj or down_proj",
+        do="name linear layers of the blocks, or leave adapter.targets out",
+        page="""adapter.targets names linear layers by the last part of their module's name, as peft does. Without it
+every linear layer of attention and of the dense feed-forward gets an adapter. Embedding, head, norms, routers and
+fused experts (one three-dimensional tensor for all experts) take none.""",
+    ),
+    CodeInfo(
+        code="E272",
+        title="A base in 4 bits cannot run here",
+        kind="code",
+        why="QLoRA keeps the frozen weights in 4 bits through bitsandbytes, which is not among the locked packages",
+        needs="kind = lora",
+        do="kind = lora with zero=3, which cuts the frozen weights over the ranks",
+        page="""QLoRA stores the base in 4-bit blocks and unpacks them in every forward. The package that does it is not
+among the versions this program is tested with, so nothing could be proved about it. LoRA under zero=3 needs
+storage / dp bytes per frozen weight and no gradient or optimizer state for them.""",
+    ),
+    CodeInfo(
+        code="E273",
+        title="peft is not installed",
+        kind="world",
+        why="adapters run through peft's own layers, so that what is trained loads there again",
+        needs="the version of peft in requirements.lock",
+        do="make venv, or pip install -r requirements.lock",
+        page="""LoRA layers, their configuration file and the format of saved adapters are peft's. Only runs with an
+adapter need it.""",
+    ),
+    CodeInfo(
+        code="E274",
+        title="The adapter's text cannot be read",
+        kind="input",
+        why="the rank decides what is trained",
+        needs="lora:RANK or lora:RANK:ALPHA with a rank of at least 1 and a positive alpha",
+        do="for instance lora:8, or lora:8:16",
+        page="""The product of the two factors is scaled by alpha / rank. Without ALPHA it is twice the rank. Targets
+can be named in the run file only (adapter.targets).""",
+    ),
+    CodeInfo(
+        code="E275",
+        title="The adapter's factors are not those of the plan",
+        kind="fault",
+        why="a factor that is missing, empty or of another shape would be lost without a word",
+        needs="A [rank, in] and B [out, rank] for every target matrix, whole",
+        do="report it, with the plan; for a checkpoint: export the one before it",
+        page="""peft made other layers than the plan describes, or a checkpoint lacks a factor or holds it with another
+shape. A saved adapter has every factor whole, whatever layout trained it.""",
+    ),
+    CodeInfo(
+        code="E276",
+        title="This optimizer's state cannot be offloaded",
+        kind="code",
+        why="offload moves AdamW's two moments piece by piece; other state is not built",
+        needs="optimizer.name = adamw with offload=optimizer or offload=optimizer-nvme",
+        do="optimizer.name = adamw, or offload=none",
+        page="""SGD keeps at most one buffer per parameter; with zero >= 1 it is sharded like the rest.""",
+    ),
+    CodeInfo(
+        code="E277",
+        title="Offloaded state came back damaged",
+        kind="world",
+        why="an update with wrong moments would go on without a word",
+        needs="bytes as they were written",
+        do="check the disk, and resume from the last checkpoint",
+        page="""Every tensor's moments have a checksum, taken when they are written to their file and held against the
+bytes when they are read for the next update and before a checkpoint takes them.""",
+    ),
+    CodeInfo(
+        code="E278",
+        title="The folder for offloaded state cannot be used",
+        kind="world",
+        why="the space of every file is reserved before the first step, so that a full disk is found then",
+        needs="a folder that can be written, with room for 8 bytes per parameter of the ranks that use it",
+        do="free some space, or name another folder with run.offload_dir",
+        page="""offload=optimizer-nvme keeps the optimizer's state in files, by default in the run folder's "offload". A
+local NVMe disk is the right place; a network disk makes every step wait for it. The files are removed at the end.""",
+    ),
+    CodeInfo(
+        code="E279",
+        title="compile=blocks cannot run like this",
+        kind="code",
+        why="a compiled block is one operation to what stands around it, and needs a compiler for its kernels",
+        needs="recompute=none or full, tp = 1, cp = 1, no dropout, whole backwards, on a CPU a C++ compiler",
+        do="compile=off",
+        page="""Selective recompute chooses among the operations of a block and sees none inside a compiled one; the
+tensor and context axes communicate inside blocks, and a layout-independent dropout reads the step and the row from
+outside, which a compiled block would keep as they were. Backwards in two halves cannot be cut out of a compiled one.
+The default backend writes C++ for CPUs and needs g++ or clang++ there. Proofs compile with a backend that traces ahead
+and runs torch's own kernels.""",
+    ),
+)

@@ -1,0 +1,196 @@
+"""Low-rank adapters (LoRA) as part of a model's description: which matrices get one, and its two tensors.
+
+A target matrix W, [out, in], stays as it is; beside it train A, [rank, in], and B, [out, rank], and the layer computes
+``W x + (alpha / rank) B A x``. A begins with uniform random numbers, B with zeros, so an untrained adapter changes
+nothing (Hu et al. 2021, section 4). Their names are the target's, with ``lora_A`` and ``lora_B`` for its own:
+``model.layers.3.mlp.up_proj.lora_A.weight``. Everything else of the model is frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, Literal, cast
+
+from meshwright.base.errors import MeshwrightError, Problem, nearest, problem, refuse
+from meshwright.model.spec import AdapterSpec, BlockSpec, ModelSpec, TensorSpec
+
+KINDS: Final = ("lora", "qlora")
+MOST_RANK: Final = 65536
+_DEFAULT_ROLES: Final = frozenset({"attention_in", "attention_out", "mlp_in", "mlp_out"})
+"""Roles that get an adapter when no targets are named: attention and the dense feed-forward."""
+
+
+def parse_adapter(text: str, where: str = "--adapter") -> AdapterSpec:
+    """Return the adapter of ``lora:RANK`` or ``lora:RANK:ALPHA``; without ALPHA it is twice the rank.
+
+    Raises:
+        MeshwrightError: E274 for another text, E272 for ``qlora``.
+    """
+    kind, _, rest = text.strip().partition(":")
+    rank_text, _, alpha_text = rest.partition(":")
+    try:
+        rank = int(rank_text)
+        alpha = float(alpha_text) if alpha_text else 2.0 * rank
+        readable = kind in KINDS and 1 <= rank <= MOST_RANK and 0.0 < alpha < 1e9
+    except ValueError:
+        rank, alpha, readable = 0, 0.0, False
+    if not readable:
+        raise MeshwrightError(problem("E274", where=where, found=repr(text)))
+    return make_adapter(kind, rank, alpha, (), where)
+
+
+def make_adapter(
+    kind: str, rank: int, alpha: float | None, targets: Sequence[str], where: str = "adapter"
+) -> AdapterSpec:
+    """Return an adapter; ``alpha`` None is twice the rank, no ``targets`` means attention and feed-forward.
+
+    Raises:
+        MeshwrightError: E272 for a base in 4 bits.
+    """
+    if kind == "qlora":
+        raise MeshwrightError(problem("E272", where=where, found=f"kind = {kind}"))
+    named = tuple(dict.fromkeys(targets))
+    return AdapterSpec(kind="lora", rank=rank, alpha=2.0 * rank if alpha is None else alpha, targets=named)
+
+
+def adapter_to_dict(adapter: AdapterSpec) -> dict[str, Any]:
+    """Return the JSON form of an adapter."""
+    return {
+        "kind": adapter.kind,
+        "rank": adapter.rank,
+        "alpha": adapter.alpha,
+        "targets": list(adapter.targets),
+    }
+
+
+def adapter_from_dict(data: Mapping[str, Any]) -> AdapterSpec:
+    """Return the adapter whose ``adapter_to_dict`` is ``data``.
+
+    Raises:
+        ValueError, TypeError, KeyError: for another mapping.
+    """
+    targets = data["targets"]
+    if data["kind"] != "lora" or not isinstance(targets, list) or set(data) != set(_FIELDS):
+        raise ValueError("it is not an adapter")
+    rank, alpha = data["rank"], data["alpha"]
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
+        raise ValueError(f"its rank is {rank!r}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0.0 < alpha < 1e9:
+        raise ValueError(f"its alpha is {alpha!r}")
+    names = cast("list[object]", targets)
+    if not all(isinstance(t, str) for t in names):
+        raise TypeError("its targets are not names")
+    kind: Literal["lora"] = "lora"
+    return AdapterSpec(kind=kind, rank=rank, alpha=float(alpha), targets=tuple(str(t) for t in names))
+
+
+_FIELDS: Final = ("kind", "rank", "alpha", "targets")
+
+
+def adapted(spec: ModelSpec, adapter: AdapterSpec | None) -> ModelSpec:
+    """Return ``spec`` with the adapter's tensors in its blocks; ``spec`` itself when there is no adapter.
+
+    Raises:
+        MeshwrightError: E271 for targets that are no matrices of the model's blocks.
+    """
+    if adapter is None:
+        return spec
+    refuse(target_problems(spec, adapter))
+    targets = target_names(spec, adapter)
+    blocks = tuple(replace(b, tensors=tuple(_with_adapters(spec, b, adapter, targets))) for b in spec.blocks)
+    return replace(spec, blocks=blocks, adapter=adapter)
+
+
+def without_adapter(spec: ModelSpec) -> ModelSpec:
+    """Return the model below the adapter."""
+    if spec.adapter is None:
+        return spec
+    blocks = tuple(
+        replace(b, tensors=tuple(t for t in b.tensors if t.role != "adapter")) for b in spec.blocks
+    )
+    return replace(spec, blocks=blocks, adapter=None)
+
+
+def base_names(spec: ModelSpec) -> frozenset[str]:
+    """Return the names of the tensors that an adapter leaves frozen; none where there is no adapter."""
+    if spec.adapter is None:
+        return frozenset()
+    return frozenset(t.name for t in spec.tensors() if t.role != "adapter")
+
+
+def target_names(spec: ModelSpec, adapter: AdapterSpec) -> tuple[str, ...]:
+    """Return the last parts of the module names that get an adapter ("q_proj"), in the order of the model."""
+    if adapter.targets:
+        return adapter.targets
+    found = (leaf(t) for t in _matrices(spec) if t.role in _DEFAULT_ROLES)
+    return tuple(dict.fromkeys(found))
+
+
+def target_problems(spec: ModelSpec, adapter: AdapterSpec) -> list[Problem]:
+    """Return E271 for each target that is not the name of a matrix in the blocks of ``spec``."""
+    known = tuple(dict.fromkeys(leaf(t) for t in _matrices(spec)))
+    problems: list[Problem] = []
+    for name in adapter.targets:
+        if name not in known:
+            near = nearest(name, list(known))
+            do = f"did you mean {' | '.join(near)}?" if near else f"one of {', '.join(known)}"
+            problems.append(
+                problem("E271", where="adapter.targets", found=f"{name!r} of {spec.name!r}", do=do)
+            )
+    if not adapter.targets and not known:
+        problems.append(
+            problem("E271", where="adapter.targets", found=f"{spec.name!r} has no matrix to adapt")
+        )
+    return problems
+
+
+def leaf(tensor: TensorSpec) -> str:
+    """Return the last part of the name of a tensor's module."""
+    return tensor.name.rsplit(".", 2)[-2]
+
+
+def _matrices(spec: ModelSpec) -> Iterator[TensorSpec]:
+    """Yield the matrices of the blocks that are a linear layer of their own (fused experts are not)."""
+    for block in spec.blocks:
+        for tensor in block.tensors:
+            if _is_matrix(tensor):
+                yield tensor
+
+
+def _is_matrix(tensor: TensorSpec) -> bool:
+    plain = tensor.role not in ("norm", "router", "expert_in", "expert_out", "adapter")
+    return plain and len(tensor.shape) == 2 and tensor.name.endswith(".weight")
+
+
+def _with_adapters(
+    spec: ModelSpec, block: BlockSpec, adapter: AdapterSpec, targets: Sequence[str]
+) -> Iterator[TensorSpec]:
+    for tensor in block.tensors:
+        yield tensor
+        if _is_matrix(tensor) and leaf(tensor) in targets:
+            yield from adapter_tensors(spec, tensor, adapter)
+
+
+def adapter_tensors(
+    spec: ModelSpec, tensor: TensorSpec, adapter: AdapterSpec
+) -> tuple[TensorSpec, TensorSpec]:
+    """Return A, [rank, in], and B, [out, rank], of a target matrix (GPT-2 stores its matrices as [in, out])."""
+    (out, inner), (out_dim, in_dim) = tensor.shape, tensor.dims
+    if spec.family == "gpt2":
+        (inner, out), (in_dim, out_dim) = tensor.shape, tensor.dims
+    stem = tensor.name.removesuffix(".weight")
+    return (
+        TensorSpec(
+            name=f"{stem}.lora_A.weight",
+            shape=(adapter.rank, inner),
+            dims=("lora_rank", in_dim),
+            role="adapter",
+        ),
+        TensorSpec(
+            name=f"{stem}.lora_B.weight",
+            shape=(out, adapter.rank),
+            dims=(out_dim, "lora_rank"),
+            role="adapter",
+        ),
+    )

@@ -1,0 +1,58 @@
+"""What data asks of the layout and the model, checked before any process starts."""
+
+from __future__ import annotations
+
+from meshwright.base.errors import Problem, problem
+from meshwright.base.units import format_bytes
+from meshwright.config.resolve import DataSettings
+from meshwright.layout import built
+from meshwright.layout.layout import Layout
+from meshwright.model.spec import ModelSpec
+from meshwright.train.data import TokenData, check_data
+
+
+def data_problems(data: DataSettings, spec: ModelSpec | None, layout: Layout | None) -> list[Problem]:
+    """Return E649 and E654 where documents are packed and the layout or the model cannot have that, else W640.
+
+    Raises:
+        MeshwrightError: what is wrong with the sources themselves.
+    """
+    kind = check_data(data)
+    if kind != "pack":
+        return []
+    problems: list[Problem] = []
+    where = "data.rows" if data.rows is not None else "data.rows (pack follows from the records)"
+    if layout is not None and layout.cp > 1:
+        problems.append(
+            problem("E649", where=f"{where}, layout.cp", found=f"packed documents and cp={layout.cp}")
+        )
+    if spec is not None and spec.family not in built.PACKING_FAMILIES:
+        problems.append(
+            problem(
+                "E654",
+                where=where,
+                found=f"packed documents and the family {spec.family}",
+                needs="one of " + ", ".join(built.PACKING_FAMILIES),
+            )
+        )
+    if layout is not None and not problems:
+        mask = layout.micro_batch * data.seq_len**2
+        problems.append(
+            problem(
+                "W640",
+                where=where,
+                found=f"a mask of {layout.micro_batch} x {data.seq_len} x {data.seq_len} bytes = {format_bytes(mask)} "
+                "for each micro-batch, which the memory prediction leaves out",
+            )
+        )
+    return problems
+
+
+def last_step(data: TokenData, global_batch: int, stop_at: int) -> tuple[int, str]:
+    """Return the last step of a session, and what to say where the data ends before it ("" where it does not)."""
+    ends = data.last_step(global_batch)
+    if ends is None or ends >= stop_at:
+        return stop_at, ""
+    rest = (data.end or 0) - (ends - 1) * global_batch
+    short = f", whose last batch has {rest} of {global_batch} sequences" if rest < global_batch else ""
+    return ends, f"the data ends after step {ends}{short}"

@@ -1,0 +1,71 @@
+"""Documents on their way from files to tokens: pieces of text, and the account of what reading came across."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from meshwright.base.units import KIB
+
+PIECE_BYTES = 256 * KIB
+"""Long documents are tokenised in pieces of about this size, cut after a line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Text of one document or of a part of it; ``ends`` marks a document's last piece.
+
+    Attributes:
+        source_bytes: what was read to get here since the last piece (for progress).
+        loss: whether its tokens are predicted; those of a prompt are not.
+        markup: special tokens written in it are tokens (a chat template's), not text.
+        closes: an end-of-text token follows its last piece.
+        place: line or row of its file, from 1; 0 where a file is one document.
+    """
+
+    text: str
+    ends: bool
+    source_bytes: int = 0
+    loss: bool = True
+    markup: bool = False
+    closes: bool = True
+    place: int = 0
+
+
+@dataclass(kw_only=True)
+class Account:
+    """What reading came across: the report's raw material. Filled while the pieces are consumed."""
+
+    documents: int = 0
+    text_bytes: int = 0
+    skipped: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    empty_records: int = 0
+    beyond_limit: int = 0
+
+    def add(self, other: Account) -> None:
+        """Add what another reader came across."""
+        self.documents += other.documents
+        self.text_bytes += other.text_bytes
+        self.skipped += other.skipped
+        self.empty_records += other.empty_records
+        self.beyond_limit += other.beyond_limit
+
+
+def cut(text: str, source_bytes: int = 0, place: int = 0) -> Iterator[Piece]:
+    """Yield a document in pieces cut after a line (or, in a very long line, anywhere)."""
+    start = 0
+    while len(text) - start > PIECE_BYTES:
+        end = text.rfind("\n", start, start + PIECE_BYTES) + 1
+        if end <= start:
+            end = start + PIECE_BYTES
+        yield Piece(text=text[start:end], ends=False, place=place)
+        start = end
+    yield Piece(text=text[start:], ends=True, source_bytes=source_bytes, place=place)
+
+
+def counted(pieces: Iterator[Piece], account: Account) -> Iterator[Piece]:
+    """Yield the pieces, and count them and their bytes in ``account``."""
+    for piece in pieces:
+        account.text_bytes += len(piece.text.encode())
+        account.documents += piece.ends
+        yield piece

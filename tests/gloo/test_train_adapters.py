@@ -1,0 +1,125 @@
+"""Runs with LoRA from the run file to files that peft loads: state, resume on another layout, export, merge."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_train_runs import CONFIG, Job
+
+from meshwright.base.errors import MeshwrightError
+from meshwright.checkpoint.export import export_command
+from meshwright.checkpoint.metadata import read_index, read_tensor
+from meshwright.parallel.build import build_model
+
+pytestmark = pytest.mark.gloo
+
+LORA = ["adapter.kind=lora", "adapter.rank=4", "optimizer.lr=2e-2"]
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    return Job(tmp_path, monkeypatch)
+
+
+def factors(rank: int) -> int:
+    """Elements of A and B of rank ``rank`` on all seven matrices of the four layers."""
+    shapes = [(32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48)]
+    return 4 * rank * sum(out + inner for out, inner in shapes)
+
+
+def test_only_the_adapter_trains_and_peft_loads_it(job, tmp_path):
+    """H105 and H107: ZeRO-3, bf16 compute: the base stays bit for bit, every saved factor is whole and not zero."""
+    job.run("dp=2,zero=3,precision=bf16", sets=LORA)
+    held = job.metrics()[-1]
+    assert held["loss"] < job.metrics()[0]["loss"]
+    assert held["memory_bytes"]["optimizer"] == pytest.approx(2 * 4 * factors(4) / 2, rel=0.02)
+    checkpoint = job.folder / "out" / "checkpoints" / "step-6"
+    index = read_index(checkpoint)
+    for name, p in build_model(CONFIG, seed=0).named_parameters():
+        assert torch.equal(read_tensor(checkpoint, index, f"model/{name}"), p.detach()), name
+    done = export_command(str(checkpoint), str(tmp_path / "adapter"), check_logits=True)
+    assert done["check_logits"]["max_abs_diff"] <= done["check_logits"]["tolerance"]
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert sum(t.numel() for t in saved.values()) == factors(4)
+    assert len(saved) == done["tensors"] == 2 * 7 * 4
+    for name, tensor in saved.items():
+        assert name.startswith("base_model.model.model.layers.")
+        assert tensor.norm() > 0, name
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
+
+
+def test_plain_peft_and_the_merged_model_give_the_same_logits(job, tmp_path):
+    job.run("dp=2,zero=2,precision=fp32", sets=LORA)
+    checkpoint = str(job.folder / "out" / "checkpoints" / "step-6")
+    export_command(checkpoint, str(tmp_path / "adapter"))
+    done = export_command(checkpoint, str(tmp_path / "whole"), check_logits=True, merge=True)
+    assert done["check_logits"]["max_abs_diff"] <= done["check_logits"]["tolerance"]
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = build_model(CONFIG, seed=0).eval()  # what a user of peft has: the base as it was before the run
+    tokens = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(1))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        bare = base(input_ids=tokens).logits
+        adapter = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+        one = adapter(input_ids=tokens).logits
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", local_files_only=True).eval()
+        two = whole(input_ids=tokens).logits
+    assert (one - two).abs().max() <= 1e-5 * one.abs().max()
+    assert (one - bare).abs().max() > 1e-3 * one.abs().max()  # the adapter does something
+
+
+def test_a_run_resumes_on_another_layout(job):
+    job.run("dp=1,precision=fp64", "one", sets=LORA)
+    job.run("dp=2,zero=3,precision=fp64", "cut", sets=LORA, stop_at_step=3)
+    job.run("dp=2,pp=2,precision=fp64", "cut", sets=LORA, resume=True)
+    want = [m["loss"] for m in job.metrics("one")]
+    assert [m["loss"] for m in job.metrics("cut")] == pytest.approx(want, abs=1e-11)
+
+
+def test_initial_factors_do_not_depend_on_the_layout(job):
+    for name, layout in (("a", "dp=1"), ("b", "dp=2,zero=3,pp=2")):
+        job.run(
+            f"{layout},precision=fp64",
+            name,
+            sets=[*LORA[:2], "run.steps=1", "batch.sequences=12", "optimizer.lr=1e-30"],
+        )
+    parts = [job.folder / name / "checkpoints" / "step-1" for name in ("a", "b")]
+    indices = [read_index(part) for part in parts]
+    keys = [k for k in indices[0].state_dict_metadata if "lora_A" in k and k.startswith("model/")]
+    assert len(keys) == 28
+    for key in keys:
+        a, b = (read_tensor(part, index, key) for part, index in zip(parts, indices, strict=True))
+        assert torch.equal(a, b), key
+
+
+def test_the_prediction_knows_what_an_adapter_saves(job):
+    full = job.run("dp=2,zero=3,precision=fp32", "full")
+    lora = job.run("dp=2,zero=3,precision=fp32", "lora", sets=LORA)
+    for kind in ("gradients", "optimizer"):
+        measured = lora["measurement"]["memory_bytes"][kind]
+        assert lora["prediction"]["memory_bytes"][kind] == pytest.approx(measured, rel=0.05), kind
+        assert measured < 0.6 * full["measurement"]["memory_bytes"][kind]
+    whole = lora["measurement"]["peak_memory_bytes"]
+    assert lora["prediction"]["peak_memory_bytes"] == pytest.approx(whole, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("sets", "code"),
+    [
+        (["adapter.kind=qlora"], "E272"),
+        (["adapter.kind=lora", "adapter.targets=[q_prj]"], "E271"),
+        (["adapter.kind=lora", "adapter.targets=[norm]"], "E271"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_rank_starts(job, sets, code):
+    with pytest.raises(MeshwrightError) as error:
+        job.run("dp=2", sets=sets)
+    assert {p.code for p in error.value.problems} == {code}
+    assert not (job.folder / "out").exists()
