@@ -8,6 +8,13 @@ from pathlib import Path
 import pytest
 
 from meshwright.cost.state import FP32, NO_MASTER, textbook_state_bytes
+from meshwright.cost.textbook import (
+    FINE_TUNING,
+    bubble_of_total,
+    data_volume,
+    fine_tuning_bytes,
+    ring_all_reduce_s,
+)
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
 from meshwright.layout.ranks import coordinates, group
@@ -26,6 +33,7 @@ NAMES = (
     "context-parallel",
     "cost-model",
     "data-parallel",
+    "decision-tree",
     "offload",
     "pipeline",
     "plan-and-layout",
@@ -119,6 +127,22 @@ def test_cost_model_numbers() -> None:
     assert f"{per_layer:,} bytes per token" in content
     assert f"{per_layer * 2048 * 32 / 1e9:.1f} GB" in content
     assert f"{2048 * 32000 * 12 / 1e9:.2f} GB" in content
+
+
+def test_the_decision_tree_s_arithmetic() -> None:
+    assert numbers("decision-tree", "GB on a rank") == [91.2, 38.0, 24.7, 11.4]
+    volumes = numbers("decision-tree", "sent in a step")
+    assert volumes == [data_volume(stage, 8, textbook=True) for stage in range(4)]
+    more = numbers("decision-tree", "the same with 4")
+    assert more == [data_volume(stage, 8, 4, textbook=True) for stage in range(4)]
+    for name in ("NVLink 3", "PCIe 4 x16", "200 Gb/s", "10 GbE"):
+        rate, seconds = numbers("decision-tree", name)
+        assert seconds == float(f"{ring_all_reduce_s(14e9, 8, rate * 1e9):.3g}")
+    for row in FINE_TUNING:
+        line = next(x for x in text("decision-tree").split("\n") if x.startswith(f"| {row.name}"))
+        shown = line.split("|")[3]
+        assert f"{fine_tuning_bytes(row, NO_MASTER, FP32) / 1e9:.1f}" in shown
+    assert f"idle {100 * bubble_of_total(8, 8):.0f} %" in text("decision-tree")
 
 
 def test_the_64_device_example() -> None:

@@ -69,7 +69,7 @@ def test_what_cannot_run_is_priced_only_when_asked(monkeypatch):
     plain = search(LLAMA, A100, 2048, 64, top=50)
     more = search(LLAMA, A100, 2048, 64, top=50, include_unbuilt=True)
     assert {p.layout.cp for p in plain.plans} == {1}
-    assert more.searched > plain.searched
+    assert more.legal > plain.legal
     assert more.plans[0].prediction is not None
     assert plain.plans[0].prediction is not None
     assert more.plans[0].prediction.step_time_s <= plain.plans[0].prediction.step_time_s * 1.0001
@@ -79,7 +79,7 @@ def test_a_context_axis_is_tried_where_sequences_are_long():
     short = search(LLAMA, A100, 1024, 64, top=50)
     assert {p.layout.cp for p in short.plans} == {1}
     long = search(LLAMA, A100, 16384, 8, top=50)
-    assert {p.layout.cp for p in long.plans} > {1}
+    assert {p.layout.cp for p in long.plans} - {1}
 
 
 def change(found: SearchResult) -> str:
@@ -94,7 +94,7 @@ def test_nothing_fits_names_the_change():
     many = read_cluster("a100-80gb-x8", 64)
     kept = search(big, many, 4096, 1024, fix="recompute=none,loss=eager,tp=1,cp=1")
     assert "recompute=full" in change(kept)
-    found = search(big, many, 4096, 1024)
+    found = search(big, many, 4096, 1024, fix="tp=1,cp=1")
     assert {p.layout.recompute for p in found.plans} & {"full", "selective"}
     assert "GPUs" in change(
         search(read_model("llama-2-13b"), read_cluster("v100-32gb-x8"), 2048, 64, fix="tp=1,cp=1")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +12,19 @@ from meshwright.base.units import format_seconds
 from meshwright.cli.not_built import refuse_not_built
 from meshwright.cli.options import Adapter, Cluster, GlobalBatch, Gpus, Json, Model, SeqLen
 from meshwright.cli.output import check_writable, show_json
+from meshwright.cli.plan_answers import (
+    Request,
+    explained,
+    explained_text,
+    front_text,
+    named,
+    not_built,
+    told_apart,
+)
 from meshwright.cli.plan_table import describe_item, plans_table
+
+if TYPE_CHECKING:
+    from meshwright.search.search import SearchResult
 
 
 class Objective(StrEnum):
@@ -37,7 +49,9 @@ def plan(
     seq_len: SeqLen,
     global_batch: GlobalBatch,
     gpus: Gpus = None,
-    top: Annotated[int, typer.Option("--top", min=1, metavar="K", help="How many plans to show.")] = 5,
+    top: Annotated[
+        int, typer.Option("--top", min=1, max=1000, metavar="K", help="How many plans to show.")
+    ] = 5,
     fix: Annotated[
         str, typer.Option("--fix", metavar="LAYOUT", help='Keys that must be so, such as "tp=2,zero=3".')
     ] = "",
@@ -53,6 +67,18 @@ def plan(
     ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show every plan in full, with its reasons.")
+    ] = False,
+    why: Annotated[
+        str,
+        typer.Option(
+            "--why", metavar="LAYOUT", help="Also judge this layout: its rule, its cost or what it lacks."
+        ),
+    ] = "",
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="Also every layout that none is both faster and smaller than.")
+    ] = False,
+    unbuilt: Annotated[
+        bool, typer.Option("--unbuilt", help="Also price what cannot run yet; such plans say so.")
     ] = False,
     try_best: Annotated[
         int | None,
@@ -73,64 +99,113 @@ def plan(
     if out is not None:
         check_writable(out)
     from meshwright.cluster.load import read_cluster
-    from meshwright.cost.estimate import item
+    from meshwright.layout.parse import parse_layout
     from meshwright.model.adapters import adapted, parse_adapter
     from meshwright.model.read_hf import read_model
     from meshwright.search.search import search
 
     spec = adapted(read_model(model), parse_adapter(adapter) if adapter is not None else None)
     machine = read_cluster(cluster, gpus)
-    result = search(
+    request = Request(
         spec,
         machine,
         seq_len,
         global_batch,
-        fix=fix,
-        objective=objective.value,
-        precision=precision.value if precision else None,
-        top=top,
-        model_path=model,
+        {
+            "fix": fix,
+            "objective": objective.value,
+            "precision": precision.value if precision else None,
+            "include_unbuilt": unbuilt,
+        },
+    )
+    if why:  # a text that is not a layout is said before the search
+        parse_layout(why, "--why")
+    result = search(
+        spec, machine, seq_len, global_batch, top=top, model_path=model, pareto=pareto, **request.search
     )
     found = bool(result.plans)
     if found and out is not None:
         from meshwright.program.plan_file import save_plan
 
         save_plan(result.plans[0], out)
+    more = _more(request, result, why, explain=explain, pareto=pareto)
     if as_json:
-        show_json(
-            {
-                "plans": [item(p) for p in result.plans]
-                if found
-                else [nearest_miss(item(p)) for p in result.misses],
-                "searched": result.searched,
-                "bounded": result.bounded,
-                "legal": result.legal,
-                "fits": result.fits,
-                "seconds": result.seconds,
-            }
-        )
+        show_json(_json(request, result) | more)
     else:
-        capacity = machine.device.memory.value
-        items = [item(p) for p in result.plans] if found else [item(p) for p in result.misses]
-        if not found:
-            print("nothing fits; the nearest misses, each with the cheapest change that would make it fit:")
-        print(plans_table(items, capacity))
-        for miss in () if found else result.misses:
-            print(f"  {miss.layout.text()}: {miss.why[0]}")
-        if explain:
-            for shown in items:
-                print()
-                print(describe_item(shown, capacity))
-        elif found:
-            print("\n".join(f"why: {sentence}" for sentence in result.plans[0].why))
-        print(
-            f"{result.searched} layouts priced, {result.bounded} ruled out by a bound, {result.legal} legal, "
-            f"{result.fits} fit; {format_seconds(result.seconds)}"
-        )
-        if found and out is not None:
-            print(f"the best plan is in {out}; next: meshwright train RUN.yaml --plan {out}")
+        _show(request, result, more, explain=explain, out=out)
     if not found:
         raise typer.Exit(int(ExitCode.NO))
+
+
+def _more(request: Request, result: SearchResult, why: str, *, explain: bool, pareto: bool) -> dict[str, Any]:
+    """Return the answers that were asked for beside the list, in JSON form."""
+    from meshwright.cost.estimate import item
+
+    more: dict[str, Any] = {}
+    if why:
+        more["asked"] = named(request, why, result.plans[0] if result.plans else None).as_dict()
+    if pareto:
+        more["pareto"] = [item(p) for p in result.front]
+    return more | (explained(request, result) if explain else {})
+
+
+def _items(request: Request, result: SearchResult) -> list[dict[str, Any]]:
+    from meshwright.cost.estimate import item
+
+    listed = [item(p) for p in result.plans] or [nearest_miss(item(p)) for p in result.misses]
+    if request.search["include_unbuilt"]:
+        for shown, plan in zip(listed, result.plans or result.misses, strict=True):
+            shown["not_built"] = not_built(request, plan)
+    return listed
+
+
+def _json(request: Request, result: SearchResult) -> dict[str, Any]:
+    return {
+        "plans": _items(request, result),
+        "like_the_best": told_apart(result)[0],
+        "searched": result.searched,
+        "bounded": result.bounded,
+        "legal": result.legal,
+        "fits": result.fits,
+        "played": result.played,
+        "seconds": result.seconds,
+    }
+
+
+def _show(
+    request: Request, result: SearchResult, more: dict[str, Any], *, explain: bool, out: str | None
+) -> None:
+    capacity = request.cluster.device.memory.value
+    items = _items(request, result)
+    found = bool(result.plans)
+    if not found:
+        print("nothing fits; the nearest misses, each with the cheapest change that would make it fit:")
+    print(plans_table(items, capacity))
+    for miss in () if found else result.misses:
+        print(f"  {miss.layout.text()}: {miss.why[0]}")
+    for number, shown in enumerate(items, start=1):
+        if shown.get("not_built"):
+            print(f"#{number} cannot run yet: {'; '.join(shown['not_built'])}")
+    if explain:
+        for shown in items:
+            print()
+            print(describe_item(shown, capacity))
+        print()
+        print(explained_text(more))
+    elif found:
+        print("\n".join(f"why: {sentence}" for sentence in result.plans[0].why))
+    if apart := told_apart(result)[1]:
+        print(f"why: {apart}")
+    if "asked" in more:
+        print("\n".join([f"{more['asked']['layout_text']}:", *(f"  {s}" for s in more["asked"]["why"])]))
+    if "pareto" in more:
+        print(front_text(more["pareto"]))
+    print(
+        f"{result.searched} layouts priced, {result.bounded} ruled out by a bound, {result.legal} legal, "
+        f"{result.fits} fit; {format_seconds(result.seconds)}"
+    )
+    if found and out is not None:
+        print(f"the best plan is in {out}; next: meshwright train RUN.yaml --plan {out}")
 
 
 def _same_precision(fix: str, precision: Precision | None) -> None:

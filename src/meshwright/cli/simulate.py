@@ -99,7 +99,7 @@ def _clock(plan: Plan, schedule: Schedule, cluster: str | None) -> tuple[Clock, 
     forward = [float(x) for x in costs.forward[0, :stages]]
     backward = [float(x) for x in costs.backward[0, :stages]]
     clock = run_clock(schedule, forward, backward, float(costs.send[0]))
-    memory = [m.as_dict() for m in rank_memory(costs, schedule, clock)]
+    memory = [m.as_dict() for m in rank_memory(costs, schedule)]
     return clock, {
         "cluster": machine.name,
         "memory_bytes": memory,

@@ -27,6 +27,9 @@ from meshwright.base.units import format_bytes, parse_bytes
 from meshwright.cluster import catalogue
 from meshwright.cluster.spec import ClusterSpec, CollectiveFit, DeviceSpec, Figure, LinkSpec
 
+SMALLEST: Final = 1e-15
+LARGEST: Final = 1e30
+"""Figures outside these are no rate, size or latency of a machine, and end in overflow."""
 MAX_GPUS: Final = 1_000_000
 _TOP = (
     "name",
@@ -184,7 +187,8 @@ class _Reader:
         allow: Callable[[float], bool] = lambda v: v > 0,
     ) -> float:
         value = data.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
+        good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST
+        if not good or 0 < value < SMALLEST:
             self.bad(prefix + key, "missing" if value is None else f"{value!r}", "a positive number")
             return 1.0
         if not allow(float(value)):

@@ -60,7 +60,7 @@ def strided_shape(size: int, stride: int, gpus_per_node: int) -> GroupShape:
     if size == 1 or stride * (size - 1) < gpus_per_node:
         return GroupShape(size, 1, size)
     per_node = max(1, math.ceil(gpus_per_node / stride))
-    nodes = len({i * stride // gpus_per_node for i in range(size)})
+    nodes = size if stride >= gpus_per_node else stride * (size - 1) // gpus_per_node + 1
     return GroupShape(size, nodes, min(size, per_node))
 
 

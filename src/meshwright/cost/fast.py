@@ -6,7 +6,7 @@ together by index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Final, TypeAlias
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cluster.spec import ClusterSpec
-from meshwright.cost.collective import Floats, GroupShape, shape_of, strided_shape
+from meshwright.cost.collective import Floats, GroupShape, strided_shape
 from meshwright.cost.memory import StageLoad, outside_allocator, peak_memory
 from meshwright.cost.offload import exposed_seconds, is_away, travel_seconds
 from meshwright.cost.pieces import (
@@ -31,12 +31,12 @@ from meshwright.cost.pieces import (
     unit_size,
     work_key,
 )
+from meshwright.cost.replay import held_at_peak, makespans
 from meshwright.layout.batch import Batch
 from meshwright.layout.context import local_length
 from meshwright.layout.cut import resolve_cut
 from meshwright.layout.layout import LOSS_CHUNKS, Layout
 from meshwright.layout.ranks import expert_degrees, strides
-from meshwright.layout.ranks import group as rank_group
 from meshwright.model.spec import TensorSpec
 from meshwright.schedule.actions import ActionKind, Schedule
 from meshwright.schedule.clock import Clock, run_clock
@@ -88,7 +88,7 @@ class DataSeconds:
 
 _DATA = tuple(f.name for f in fields(DataSeconds))
 
-_SUMMED = ("full", "trainable", "resting", "trainable_resting", "matmul", "trainable_tensors")
+SUMMED = ("full", "trainable", "resting", "trainable_resting", "matmul", "trainable_tensors")
 """Sizes of units that add up over a stage."""
 
 
@@ -175,14 +175,58 @@ def group_shapes(layout: Layout, gpus_per_node: int) -> tuple[GroupShape, GroupS
     """Return the shapes of the group that shards (or, in stage 0, reduces), of the replicas, and of a hop."""
     step = strides(layout)
     stage = sharding_stage(layout)
-    if layout.order == Layout().order:
-        inner = layout.dp_shard * layout.cp if stage else layout.dp * layout.cp
-        shards = strided_shape(inner, layout.tp, gpus_per_node)
-        copies = strided_shape(layout.dp_replicate if stage else 1, step["dp_replicate"], gpus_per_node)
-    else:
-        shards = shape_of(rank_group(layout, 0, "shard" if stage else "data"), gpus_per_node)
-        copies = shape_of(rank_group(layout, 0, "dp_replicate") if stage else (0,), gpus_per_node)
-    return shards, copies, strided_shape(2, step["pp"], gpus_per_node)
+    node = gpus_per_node
+    if not stage:
+        shards = plane_shape(((layout.dp, step["dp_shard"]), (layout.cp, step["cp"])), node)
+        return shards, GroupShape(1, 1, 1), strided_shape(2, step["pp"], node)
+    shards = plane_shape(((layout.dp_shard, step["dp_shard"]), (layout.cp, step["cp"])), node)
+    return (
+        shards,
+        strided_shape(layout.dp_replicate, step["dp_replicate"], node),
+        strided_shape(2, step["pp"], node),
+    )
+
+
+def expert_shapes(layout: Layout, gpus_per_node: int) -> tuple[GroupShape, GroupShape]:
+    """Return the shapes of the group that shards (or, in stage 0, reduces) an expert, and of its replicas."""
+    replicas, shards = expert_degrees(layout)
+    sharded, step = sharding_stage(layout) > 0, layout.tp * layout.ep
+    inner = strided_shape(shards if sharded else replicas, step, gpus_per_node)
+    return inner, strided_shape(replicas if sharded else 1, step * shards, gpus_per_node)
+
+
+def plane_shape(axes: Sequence[tuple[int, int]], gpus_per_node: int) -> GroupShape:
+    """Return the shape of rank 0's group over several (degree, stride) axes."""
+    (outer, far), (inner, near) = axes
+    if inner == 1 or outer == 1 or far == near * inner:
+        return strided_shape(outer * inner, near if inner > 1 else far, gpus_per_node)
+    ranks = np.arange(outer)[:, None] * far + np.arange(inner)[None, :] * near
+    counts = np.bincount((ranks // gpus_per_node).reshape(-1))
+    return GroupShape(outer * inner, int((counts > 0).sum()), int(counts.max()))
+
+
+def unit_seconds(
+    pricer: Pricer, sizes: Mapping[str, Floats], sharded: bool, shards: GroupShape, copies: GroupShape
+) -> dict[str, Floats]:
+    """Return seconds of gathering, scattering and reducing single units, from columns of ``UnitSize``'s figures."""
+    times, rates = pricer.times, pricer.rates
+    state, compute = float(pricer.state_bytes), float(pricer.compute_bytes)
+    none = np.zeros_like(sizes["full"])
+    out = {"gather": none, "scatter": none, "reduce": none}
+    reduced = sizes["trainable"] * state
+    if sharded and shards.size > 1:
+        gathered = sizes["full"] * compute
+        out["gather"] = times.seconds("all_gather", gathered, shards)
+        out["scatter"] = times.seconds("reduce_scatter", reduced, shards)
+        if not rates.overlaps:  # copies in and out, and the small operations around them
+            small = SHARD_OPS_PER_UNIT + SHARD_OPS_PER_TENSOR * sizes["tensors"]
+            out["gather"] = out["gather"] + 2.0 * gathered / rates.copy_rate + small * rates.op_s
+            small = SHARD_OPS_PER_UNIT + SHARD_OPS_PER_TENSOR * sizes["trainable_tensors"]
+            out["scatter"] = out["scatter"] + 2.0 * reduced / rates.copy_rate + small * rates.op_s
+        out["reduce"] = times.seconds("all_reduce", reduced / shards.size, copies)
+    elif not sharded and shards.size > 1:
+        out["reduce"] = times.seconds("all_reduce", reduced, shards)
+    return {name: np.where(sizes["full"] > 0, seconds, 0.0) for name, seconds in out.items()}
 
 
 def _data_seconds(
@@ -193,30 +237,14 @@ def _data_seconds(
     copies: GroupShape,
 ) -> DataSeconds:
     """Return the communication of one stage, the root unit being the first of ``units`` (size, how many)."""
-    times, rates = pricer.times, pricer.rates
-    state, compute = float(pricer.state_bytes), float(pricer.compute_bytes)
-    total = dict.fromkeys(_DATA, 0.0)
-    for index, (unit, count) in enumerate(units):
-        if not unit.full or not count:
-            continue
-        seconds = dict.fromkeys(("gather", "scatter", "reduce"), 0.0)
-        if stage and shards.size > 1:
-            gathered, reduced = unit.full * compute, unit.trainable * state
-            seconds["gather"] = float(times.seconds("all_gather", gathered, shards))
-            seconds["scatter"] = float(times.seconds("reduce_scatter", reduced, shards))
-            if not rates.overlaps:  # copies in and out, and the small operations around them
-                small = SHARD_OPS_PER_UNIT + SHARD_OPS_PER_TENSOR * unit.tensors
-                seconds["gather"] += 2.0 * gathered / rates.copy_rate + small * rates.op_s
-                small = SHARD_OPS_PER_UNIT + SHARD_OPS_PER_TENSOR * unit.trainable_tensors
-                seconds["scatter"] += 2.0 * reduced / rates.copy_rate + small * rates.op_s
-            reduced /= shards.size
-            seconds["reduce"] = float(times.seconds("all_reduce", reduced, copies))
-        elif not stage and shards.size > 1:
-            seconds["reduce"] = float(times.seconds("all_reduce", unit.trainable * state, shards))
-        for name, value in seconds.items():
-            total[name] += value * count
-            edge = f"{name}_edge"
-            total[edge] = max(total[edge], value) if index == 0 or not total[edge] else total[edge]
+    held = [(unit, count) for unit, count in units if unit.full and count]
+    sizes = {f.name: np.array([float(getattr(u, f.name)) for u, _ in held]) for f in fields(UnitSize)}
+    counts = np.array([float(count) for _, count in held])
+    total: dict[str, float] = {}
+    for name, seconds in unit_seconds(pricer, sizes, stage > 0, shards, copies).items():
+        total[name] = float((seconds * counts).sum())
+        # what cannot be hidden is the root unit's, or the first block's where there is none
+        total[f"{name}_edge"] = float(seconds[0]) if len(held) else 0.0
     return DataSeconds(**total)
 
 
@@ -235,11 +263,8 @@ def _stage_seconds(
         return _data_seconds(pricer, held, zero, *shapes)
     held = [(units.root[stage], 1), *zip(units.rest, counts, strict=True)]
     one = _data_seconds(pricer, held, zero, *shapes)
-    replicas, shards = expert_degrees(layout)
-    node, step = pricer.cluster.gpus_per_node, layout.tp * layout.ep
-    inner = strided_shape(shards if zero else replicas, step, node)
-    outer = strided_shape(replicas if zero else 1, step * shards, node)
-    other = _data_seconds(pricer, list(zip(units.experts, counts, strict=True)), zero, inner, outer)
+    groups = expert_shapes(layout, pricer.cluster.gpus_per_node)
+    other = _data_seconds(pricer, list(zip(units.experts, counts, strict=True)), zero, *groups)
     sums = {n: getattr(one, n) + getattr(other, n) for n in _DATA if not n.endswith("_edge")}
     return replace(one, **sums)
 
@@ -249,6 +274,46 @@ def _exposed(rates_overlap: bool, seconds: Floats, window: Floats, edge: Floats)
     if not rates_overlap:
         return seconds
     return np.where(seconds > 0, np.maximum(np.minimum(edge, seconds), seconds - OVERLAP * window), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waits:
+    """Exposed seconds of data-parallel communication: of a micro-batch's forward and backward, and once a step.
+
+    ``sent`` are the seconds of a step's whole communication, hidden or not.
+    """
+
+    forward: Floats
+    backward: Floats
+    once: Floats
+    sent: Floats
+
+
+def data_waits(
+    overlap: bool, zero: Floats, m: Floats, ahead: Floats, behind: Floats, table: Mapping[str, Floats]
+) -> Waits:
+    """Return what is exposed of ``table``'s data-parallel seconds beside windows of forward and backward compute.
+
+    Each micro-batch: stage 3 gathers in forward and again in backward; stages 2 and 3 scatter. Once a step: stages 1
+    and 2 gather, stage 1 scatters, replicas reduce. ``behind`` holds recompute too.
+    """
+    gather, scatter, reduce = table["gather"], table["scatter"], table["reduce"]
+    three = zero == 3
+    forward = np.where(three, _exposed(overlap, gather, ahead, table["gather_edge"]), 0.0)
+    sent = np.where(three, gather, 0.0) + np.where(zero >= 2, scatter, 0.0)
+    edge = np.where(three, np.maximum(table["gather_edge"], table["scatter_edge"]), table["scatter_edge"])
+    backward = _exposed(overlap, sent, behind, edge)
+    once_gather = np.where((zero == 1) | (zero == 2), gather, 0.0)
+    once_ahead = _exposed(overlap, once_gather, ahead, table["gather_edge"])
+    once_sent = np.where(zero == 1, scatter, 0.0) + reduce
+    once_edge = np.maximum(np.where(zero == 1, table["scatter_edge"], 0.0), table["reduce_edge"])
+    once_behind = _exposed(overlap, once_sent, np.maximum(0.0, behind - sent), once_edge)
+    return Waits(
+        forward=forward,
+        backward=backward,
+        once=once_ahead + once_behind,
+        sent=m * (np.where(three, gather, 0.0) + sent) + once_gather + once_sent,
+    )
 
 
 def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch]) -> Columns:
@@ -270,8 +335,7 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
     cuts: list[tuple[int, ...]] = []
     send = np.zeros(rows)
     tied = np.zeros(rows)
-    node = pricer.cluster.gpus_per_node
-    sends: dict[tuple[int, int, int, int], float] = {}
+    sends: dict[tuple[object, ...], float] = {}
     for r, layout in enumerate(layouts):
         slot = (layout.num_stages, layout.cut)
         if slot not in cut_of:
@@ -305,14 +369,17 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
             loads.append(_table(pricer, layout, units, kinds, stages))
         table_at[r] = tables[table]
         if layout.pp > 1:
-            hop = group_shapes(layout, node)[2]
-            wire = 4 if key.autocast else pricer.compute_bytes
-            num_bytes = (
-                layout.micro_batch * local_length(layout, pricer.seq_len) * pricer.spec.hidden_size * wire
+            place = (
+                layout.micro_batch,
+                layout.cp,
+                layout.tp,
+                layout.dp,
+                layout.pp,
+                layout.order,
+                key,
             )
-            place = (num_bytes, hop.size, hop.nodes, hop.per_node)
             if place not in sends:
-                sends[place] = float(pricer.times.seconds("send", float(num_bytes), hop))
+                sends[place] = message_seconds(pricer, layout)
             send[r] = sends[place]
     work = {
         name: np.array([[getattr(pricer.block(k, key), name) for k in range(num_kinds)] for key in keys])
@@ -333,8 +400,29 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
     depth = np.array([float(layout.num_stages) for layout in layouts])
     place = np.arange(stages)[None, :]
     in_flight = np.where(gpipe[:, None], m[:, None], np.minimum(m[:, None], depth[:, None] - place)) * present
-    load = _load(
-        pricer, layouts, table, per_stage, work, counts, key_at, m, zero, in_flight, first, last, present
+
+    def worst(name: str) -> Floats:
+        out: Floats = np.where(counts > 0, work[name][key_at][:, None, :], 0.0).max(axis=2)
+        return out
+
+    load = stage_load(
+        pricer,
+        Sizes(
+            zero=zero,
+            micro_batches=m,
+            tp=np.array([float(layout.tp) for layout in layouts]),
+            tokens=np.array([layout.micro_batch * pricer.seq_len / layout.cp for layout in layouts]),
+            autocast=np.array([float(work_key(layout).autocast) for layout in layouts]),
+            chunked=np.array([float(layout.loss == "chunked") for layout in layouts]),
+            piped=np.array([float(layout.pp > 1) for layout in layouts]),
+            away=np.array([float(is_away(layout)) for layout in layouts]),
+        ),
+        table,
+        per_stage,
+        worst,
+        in_flight,
+        first,
+        last,
     )
     outside = _outside(pricer, layouts)[:, None]
     memory = peak_memory(load, outside)
@@ -344,32 +432,19 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
     ahead, behind = per_stage("forward"), per_stage("backward")
     again, tensor = per_stage("recompute"), per_stage("tensor")
     context, expert = per_stage("context"), per_stage("expert")
-    z, mm = zero[:, None], m[:, None]
-    gather, scatter, reduce = table["gather"], table["scatter"], table["reduce"]
-    # each micro-batch: stage 3 gathers in forward and again in backward; stages 2 and 3 scatter
-    three = z == 3
-    forward_wait = np.where(three, _exposed(overlap, gather, ahead, table["gather_edge"]), 0.0)
-    behind_seconds = np.where(three, gather, 0.0) + np.where(z >= 2, scatter, 0.0)
-    edge = np.where(three, np.maximum(table["gather_edge"], table["scatter_edge"]), table["scatter_edge"])
-    backward_wait = _exposed(overlap, behind_seconds, behind + again, edge)
-    # once a step: stages 1 and 2 gather, stage 1 scatters, replicas reduce
-    once_gather = np.where((z == 1) | (z == 2), gather, 0.0)
-    once_ahead = _exposed(overlap, once_gather, ahead, table["gather_edge"])
-    once_behind_seconds = np.where(z == 1, scatter, 0.0) + reduce
-    once_edge = np.maximum(np.where(z == 1, table["scatter_edge"], 0.0), table["reduce_edge"])
-    left = np.maximum(0.0, behind + again - behind_seconds)
-    once_behind = _exposed(overlap, once_behind_seconds, left, once_edge)
+    mm = m[:, None]
     half = 0.5 * (tensor + context + expert)
-    forward = (ahead + half + forward_wait) * present
-    backward = (behind + again + half + backward_wait) * present
-    once = (once_ahead + once_behind) * present
-    total_data = mm * (np.where(three, gather, 0.0) + behind_seconds) + once_gather + once_behind_seconds
-    data = mm * (forward_wait + backward_wait) + once
+    waits = data_waits(overlap, zero[:, None], mm, ahead, behind + again, table)
+    forward = (ahead + half + waits.forward) * present
+    backward = (behind + again + half + waits.backward) * present
+    once = waits.once * present
+    data = mm * (waits.forward + waits.backward) + waits.once
     if pricer.spec.tied_embeddings:
-        tied = np.array([_tied_seconds(pricer, layout) for layout in layouts])
-    update = _optimizer(pricer, table)
+        tied = np.array([tied_seconds(pricer, layout) for layout in layouts])
+    update = optimizer_seconds(pricer, table)
     optimizer = update.max(axis=1)
-    travel = _travel(pricer, layouts, table, update)
+    resting = table["trainable_resting"]
+    travel = np.stack([offload_seconds(pricer, x, resting[r], update[r]) for r, x in enumerate(layouts)])
     offload = travel.max(axis=1)
     other = _other(pricer, layouts) + tied
     makespan = pipeline_seconds(forward, backward, send, m, depth, gpipe)
@@ -380,18 +455,24 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
     for r, layout in enumerate(layouts):
         if layout.pp > 1 and (layout.chunks > 1 or layout.schedule in SPLIT):
             # few layouts have these schedules: each is played by itself
-            schedule = _schedule(layout, int(m[r]))
-            ahead_s, behind_s = list(forward[r]), list(backward[r])
-            clock = run_clock(
-                schedule, ahead_s[: layout.num_stages], behind_s[: layout.num_stages], float(send[r])
-            )
-            makespan[r], shared[r] = clock.makespan_s, contention(clock, pricer.cluster, layout)
-            busy[r] = max(clock.busy_s)
+            depth_r, rounds = layout.num_stages, int(m[r])
+            ahead_s, behind_s = forward[r, :depth_r], backward[r, :depth_r]
+            if shares_cores(pricer.cluster, layout):
+                schedule = _schedule(layout, rounds)
+                clock = run_clock(schedule, list(ahead_s), list(behind_s), float(send[r]))
+                makespan[r], shared[r] = clock.makespan_s, contention(clock, pricer.cluster, layout)
+            else:
+                named, chunks = _schedule_name(layout, rounds), layout.chunks
+                length, schedule = makespans(
+                    named, layout.pp, chunks, rounds, ahead_s[:, None], behind_s[:, None], send[r : r + 1]
+                )
+                makespan[r], shared[r] = length[0], 1.0
+            busy[r] = rounds * over_ranks((ahead_s + behind_s), schedule).max()
             owed[r] = over_ranks(once[r], schedule).max()
             optimizer[r] = over_ranks(update[r], schedule).max()
             offload[r] = over_ranks(travel[r], schedule).max()
-            held = peak_memory(rank_load(load, r, schedule, clock), outside[r : r + 1])
-            peak[r] = held["peak"].max()
+            held, sums = held_at_peak(schedule)
+            peak[r] = peak_memory(rank_load(load, r, schedule, held, sums), outside[r : r + 1])["peak"].max()
     step = makespan * shared + owed + optimizer + offload + other
     return Columns(
         layouts=tuple(layouts),
@@ -407,7 +488,7 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
         expert=expert * mm * present,
         data=data * present,
         once=once,
-        hidden=(total_data - data) * present,
+        hidden=(waits.sent - data) * present,
         send=send,
         optimizer=optimizer,
         offload=offload,
@@ -421,18 +502,17 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
     )
 
 
-def _schedule(layout: Layout, m: int) -> Schedule:
+def _schedule_name(layout: Layout, m: int) -> str:
     """Return the schedule to play; a schedule file, which is not at hand here, counts as 1F1B or interleaved."""
-    named = layout.schedule
-    if named.startswith("@"):
-        named = (
-            "interleaved"
-            if layout.chunks > 1 and m % layout.pp == 0
-            else "zbv"
-            if layout.chunks == 2
-            else "1f1b"
-        )
-    return generate(named, layout.pp, m, layout.chunks)
+    if not layout.schedule.startswith("@"):
+        return layout.schedule
+    if layout.chunks > 1 and m % layout.pp == 0:
+        return "interleaved"
+    return "zbv" if layout.chunks == 2 else "1f1b"
+
+
+def _schedule(layout: Layout, m: int) -> Schedule:
+    return generate(_schedule_name(layout, m), layout.pp, m, layout.chunks)
 
 
 def over_ranks(values: Floats, schedule: Schedule) -> Floats:
@@ -442,80 +522,54 @@ def over_ranks(values: Floats, schedule: Schedule) -> Floats:
     return out
 
 
-def rank_load(load: StageLoad, row: int, schedule: Schedule, clock: Clock) -> StageLoad:
-    """Return what each pipeline rank holds, [1, ranks], of the stages of layout ``row``, with the clock's in flight.
+def rank_load(load: StageLoad, row: int, schedule: Schedule, held: Floats, in_flight: Floats) -> StageLoad:
+    """Return what each pipeline rank holds, [1, ranks], of the stages of layout ``row``.
+
+    ``held`` and ``in_flight`` are what ``replay.held_at_peak`` says of the schedule.
+    """
+    owns: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
+    for stage, rank in enumerate(schedule.stage_ranks):
+        owns[rank].append(stage)
+    names = {f.name for f in fields(StageLoad)}
+    one = replace(load, **{n: getattr(load, n)[row : row + 1, : schedule.num_stages] for n in names})
+    return over_owned(one, np.array(owns, dtype=np.intp), held[None], in_flight[None])
+
+
+def over_owned(load: StageLoad, owns: NDArray[np.intp], held: Floats, in_flight: Floats) -> StageLoad:
+    """Return what each rank holds, [layouts, ranks], of the stages (or runs of them) that it owns.
 
     Parameters and messages add over a rank's stages, the largest unit is the largest of any. Activations and weight
     casts are the mean over the chunks that are held at the rank's fullest moment.
+
+    Args:
+        load: of the stages, [layouts, stages].
+        owns: [ranks, chunks] the stages of each rank.
+        held: [layouts, ranks, chunks] micro-batches of each stage that are held at the rank's fullest moment.
+        in_flight: [layouts, ranks] their sum at that moment.
     """
-    stages, ranks = schedule.num_stages, schedule.num_ranks
-    home = list(schedule.stage_ranks)
-    held = held_by_stage(clock, schedule)
-    weight = np.array(held, dtype=np.float64)
-    total = np.maximum(over_ranks(weight, schedule), 1.0)
+    total = np.maximum(held.sum(axis=2), 1.0)
+    end = load.full.shape[1] - 1
 
     def added(values: Floats) -> Floats:
-        return over_ranks(values[row], schedule)[None, :]
+        return values[:, owns].sum(axis=2)
 
     def largest(values: Floats) -> Floats:
-        out = np.zeros(ranks)
-        np.maximum.at(out, home, values[row, :stages])
-        return out[None, :]
+        return values[:, owns].max(axis=2)
 
     def mean(values: Floats) -> Floats:
-        return (over_ranks(values[row, :stages] * weight, schedule) / total)[None, :]
+        return (values[:, owns] * held).sum(axis=2) / total
 
-    losses = np.zeros(ranks)
-    losses[home[-1]] = weight[-1]
-    return replace(
-        load,
-        zero=largest(load.zero),
-        resting=added(load.resting),
-        trainable_resting=added(load.trainable_resting),
-        micro_batches=largest(load.micro_batches),
-        in_flight=np.array([[float(n) for n in clock.peak_in_flight]]),
-        losses=losses[None, :],
-        full=added(load.full),
-        trainable=added(load.trainable),
-        root=added(load.root),
-        root_trainable=added(load.root_trainable),
-        boundary=added(load.boundary),
-        final=added(load.final),
-        logits=added(load.logits),
-        kept_loss=added(load.kept_loss),
-        chunked=largest(load.chunked),
-        tensor=largest(load.tensor),
-        block=largest(load.block),
-        block_trainable=largest(load.block_trainable),
-        recompute=largest(load.recompute),
-        transient=largest(load.transient),
-        cast=mean(load.cast),
-        activations=mean(load.activations),
-        storage=largest(load.storage),
-        compute=largest(load.compute),
-        reduce=largest(load.reduce),
-        autocast=largest(load.autocast),
-        away=largest(load.away),
+    sums = (
+        *("full", "trainable", "resting", "trainable_resting", "root", "root_trainable"),
+        *("boundary", "logits", "final", "kept_loss"),
     )
-
-
-def held_by_stage(clock: Clock, schedule: Schedule) -> tuple[int, ...]:
-    """Return the micro-batches that each stage holds at the fullest moment of its rank."""
-    best = [0] * schedule.num_ranks
-    out = [0] * schedule.num_stages
-    now = [0] * schedule.num_stages
-    for span in clock.spans:  # by rank, then by time
-        if span.action.kind is ActionKind.FORWARD:
-            now[span.action.stage] += 1
-        elif span.action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD):
-            now[span.action.stage] -= 1
-        mine = [s for s, r in enumerate(schedule.stage_ranks) if r == span.rank]
-        total = sum(now[s] for s in mine)
-        if total > best[span.rank]:
-            best[span.rank] = total
-            for s in mine:
-                out[s] = now[s]
-    return tuple(out)
+    means = ("cast", "activations")
+    out = {
+        f.name: (added if f.name in sums else mean if f.name in means else largest)(getattr(load, f.name))
+        for f in fields(StageLoad)
+    }
+    losses = np.where(owns[None] == end, held, 0.0).sum(axis=2)
+    return StageLoad(**out | {"in_flight": in_flight, "losses": losses})
 
 
 def _kind_counts(pricer: Pricer, cut: Sequence[int]) -> Floats:
@@ -541,7 +595,7 @@ def _table(
             row = [int(n) for n in kinds[s]]
             held = [(units.root[s], 1), *zip(units.kinds, row, strict=True)]
             here = [u for u, n in held[1:] if n]
-            sums = {name: sum(getattr(u, name) * n for u, n in held) for name in _SUMMED}
+            sums = {name: sum(getattr(u, name) * n for u, n in held) for name in SUMMED}
             sizes = {
                 **sums,
                 "largest": max(u.largest for u, n in held if n),
@@ -561,41 +615,53 @@ def _table(
     return out
 
 
-def _load(
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What of a layout its memory depends on beside its stages, [layouts]; flags are 0 or 1.
+
+    ``tokens`` are those of a micro-batch on one rank.
+    """
+
+    zero: Floats
+    micro_batches: Floats
+    tp: Floats
+    tokens: Floats
+    autocast: Floats
+    chunked: Floats
+    piped: Floats
+    away: Floats
+
+
+def stage_load(
     pricer: Pricer,
-    layouts: Sequence[Layout],
-    table: dict[str, Floats],
+    sizes: Sizes,
+    table: Mapping[str, Floats],
     per_stage: Callable[[str], Floats],
-    work: dict[str, Floats],
-    counts: Floats,
-    key_at: np.ndarray[tuple[int, ...], np.dtype[np.intp]],
-    m: Floats,
-    zero: Floats,
+    worst: Callable[[str], Floats],
     in_flight: Floats,
     first: Floats,
     last: Floats,
-    present: Floats,
 ) -> StageLoad:
-    shape = present.shape
+    """Return what each stage holds, [layouts, stages].
+
+    ``per_stage`` sums a figure of ``Work`` over a stage, ``worst`` takes its largest block's; ``first`` and ``last``
+    are 1 on the stages with embedding and head.
+    """
+    shape = in_flight.shape
 
     def wide(column: Floats) -> Floats:
         return np.broadcast_to(column[:, None], shape)
 
-    def worst(name: str) -> Floats:
-        out: Floats = np.where(counts > 0, work[name][key_at][:, None, :], 0.0).max(axis=2)
-        return out
-
     spec = pricer.spec
-    autocast = np.array([float(work_key(layout).autocast) for layout in layouts])
-    tokens = np.array([layout.micro_batch * pricer.seq_len / layout.cp for layout in layouts])
-    chunked = np.array([float(layout.loss == "chunked") for layout in layouts])
-    parts = np.array([layout.tp for layout in layouts]) * np.where(chunked > 0, LOSS_CHUNKS, 1)
-    message = tokens * spec.hidden_size * np.where(autocast > 0, 4.0, float(pricer.compute_bytes))
-    piped = np.array([float(layout.pp > 1) for layout in layouts])
+    m, chunked = sizes.micro_batches, sizes.chunked
+    parts = sizes.tp * np.where(chunked > 0, LOSS_CHUNKS, 1)
+    message = sizes.tokens * spec.hidden_size * np.where(sizes.autocast > 0, 4.0, float(pricer.compute_bytes))
     # receive buffers of every micro-batch and their gradients, gradient buffers, and outputs in flight
-    boundary = wide(piped * message) * ((1.0 - first) * 2.0 * wide(m) + (1.0 - last) * (wide(m) + in_flight))
+    boundary = wide(sizes.piped * message) * (
+        (1.0 - first) * 2.0 * wide(m) + (1.0 - last) * (wide(m) + in_flight)
+    )
     return StageLoad(
-        zero=wide(zero),
+        zero=wide(sizes.zero),
         resting=table["resting"],
         trainable_resting=table["trainable_resting"],
         micro_batches=wide(m),
@@ -615,13 +681,13 @@ def _load(
         final=per_stage("final"),
         kept_loss=per_stage("loss"),
         chunked=wide(chunked),
-        logits=last * wide(tokens * spec.vocab_size / parts),
+        logits=last * wide(sizes.tokens * spec.vocab_size / parts),
         losses=in_flight,
         storage=np.full(shape, float(STATE_BYTES[pricer.precision])),
         compute=np.full(shape, float(COMPUTE_BYTES[pricer.precision])),
         reduce=np.full(shape, float(STATE_BYTES[pricer.precision])),
-        autocast=wide(autocast),
-        away=wide(np.array([float(is_away(layout)) for layout in layouts])),
+        autocast=wide(sizes.autocast),
+        away=wide(sizes.away),
     )
 
 
@@ -630,7 +696,7 @@ def _outside(pricer: Pricer, layouts: Sequence[Layout]) -> Floats:
     return outside_allocator(np.array(groups, dtype=np.float64), is_cpu=pricer.cluster.device.is_cpu)
 
 
-def _optimizer(pricer: Pricer, table: dict[str, Floats]) -> Floats:
+def optimizer_seconds(pricer: Pricer, table: Mapping[str, Floats]) -> Floats:
     """Return [layouts, stages] seconds of zeroing, norm, clip and AdamW on a rank's shard."""
     scale = pricer.state_bytes / 4.0
     local = table["trainable_resting"]
@@ -642,31 +708,36 @@ def _optimizer(pricer: Pricer, table: dict[str, Floats]) -> Floats:
     return out + table["trainable_tensors"] * tensor_s
 
 
-def _travel(pricer: Pricer, layouts: Sequence[Layout], table: dict[str, Floats], update: Floats) -> Floats:
-    """Return [layouts, stages] seconds that the update waits for state that comes from away."""
-    local = 2.0 * pricer.state_bytes * table["trainable_resting"]
-    rows = [
-        exposed_seconds(travel_seconds(layout, local[r], pricer.rates), update[r], pricer.rates)
-        for r, layout in enumerate(layouts)
-    ]
-    return np.stack(rows)
+def offload_seconds(pricer: Pricer, layout: Layout, resting: Floats, update: Floats) -> Floats:
+    """Return the seconds that updates of ``resting`` elements, which take ``update``, wait for state from away."""
+    num_bytes = 2.0 * pricer.state_bytes * resting
+    return exposed_seconds(travel_seconds(layout, num_bytes, pricer.rates), update, pricer.rates)
+
+
+def message_seconds(pricer: Pricer, layout: Layout) -> float:
+    """Return the seconds of one message between neighbouring stages: a micro-batch's residual stream on one rank."""
+    if layout.pp < 2:
+        return 0.0
+    hop = group_shapes(layout, pricer.cluster.gpus_per_node)[2]
+    wire = 4 if work_key(layout).autocast else pricer.compute_bytes
+    num_bytes = layout.micro_batch * local_length(layout, pricer.seq_len) * pricer.spec.hidden_size * wire
+    return float(pricer.times.seconds("send", float(num_bytes), hop))
+
+
+def other_seconds(pricer: Pricer, world_size: int) -> float:
+    """Return the seconds of the two small all-reduces over the world, and of what a step does beside."""
+    world = strided_shape(world_size, 1, pricer.cluster.gpus_per_node)
+    small = pricer.times.seconds("all_reduce", 8.0, world) + pricer.times.seconds("all_reduce", 24.0, world)
+    return float(small) + pricer.cluster.measured.get("seconds_per_step_overhead", 0.0)
 
 
 def _other(pricer: Pricer, layouts: Sequence[Layout]) -> Floats:
-    """Return the seconds of the two small all-reduces over the world, and of what a step does beside."""
-    rest = pricer.cluster.measured.get("seconds_per_step_overhead", 0.0)
-    known: dict[int, float] = {}
-    for layout in layouts:
-        if layout.world_size not in known:
-            world = strided_shape(layout.world_size, 1, pricer.cluster.gpus_per_node)
-            known[layout.world_size] = float(
-                pricer.times.seconds("all_reduce", 8.0, world)
-                + pricer.times.seconds("all_reduce", 24.0, world)
-            )
-    return np.array([known[layout.world_size] + rest for layout in layouts])
+    sizes = {layout.world_size for layout in layouts}
+    known = {size: other_seconds(pricer, size) for size in sizes}
+    return np.array([known[layout.world_size] for layout in layouts])
 
 
-def _tied_seconds(pricer: Pricer, layout: Layout) -> float:
+def tied_seconds(pricer: Pricer, layout: Layout) -> float:
     """Return the seconds of summing a tied embedding's gradient between first and last stage."""
     if layout.pp < 2 or layout.schedule in V_SHAPED:
         return 0.0

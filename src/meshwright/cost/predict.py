@@ -15,6 +15,7 @@ from meshwright.cost.collective import Floats
 from meshwright.cost.fast import Columns, columns, contention, over_ranks, rank_load
 from meshwright.cost.memory import PEAK_SPREAD, memory_record, peak_memory
 from meshwright.cost.pieces import Pricer, make_pricer
+from meshwright.cost.replay import held_at_peak
 from meshwright.cost.shipped import cold_band
 from meshwright.layout.batch import Batch
 from meshwright.layout.layout import Layout
@@ -115,7 +116,7 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
         other=float(cols.other[0]),
     )
     step_s = time.total
-    stages = rank_memory(cols, schedule, clock)
+    stages = rank_memory(cols, schedule)
     peak = max(range(layout.pp), key=lambda s: stages[s].total)
     world = layout.world_size
     spec = pricer.spec
@@ -172,9 +173,11 @@ def _between(cluster: ClusterSpec) -> tuple[str, ...]:
     return (f"link between nodes: {cluster.inter.rate.source} ({cluster.inter.rate.kind})",)
 
 
-def rank_memory(cols: Columns, schedule: Schedule, clock: Clock, row: int = 0) -> list[MemoryBytes]:
-    """Return each pipeline rank's memory at its peak with the chunks in flight that the clock saw."""
-    found = peak_memory(rank_load(cols.load, row, schedule, clock), cols.outside[row : row + 1])
+def rank_memory(cols: Columns, schedule: Schedule, row: int = 0) -> list[MemoryBytes]:
+    """Return each pipeline rank's memory at its peak with the chunks in flight of its schedule."""
+    found = peak_memory(
+        rank_load(cols.load, row, schedule, *held_at_peak(schedule)), cols.outside[row : row + 1]
+    )
     return [memory_record({name: found[name][0, r] for name in found}) for r in range(schedule.num_ranks)]
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.base.errors import MeshwrightError, refuse
+from meshwright.base.errors import MeshwrightError
 from meshwright.schedule.actions import Action, ActionKind, Schedule
 from meshwright.schedule.invariants import check_schedule
-from meshwright.schedule.order import play, waits_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,24 +81,55 @@ def run_clock(
     num_stages = schedule.num_stages
     forward = _per_stage(forward_s, num_stages)
     backward = _per_stage(backward_s, num_stages)
-    played = play(schedule.rows, num_stages)
-    if played.stuck:
-        refuse(check_schedule(schedule))
-        raise MeshwrightError(check_schedule(schedule))
-    ends: dict[Action, float] = {}
+    last, home = num_stages - 1, schedule.stage_ranks
+    outputs: dict[tuple[int, int | None], float] = {}
+    gradients: dict[tuple[int, int | None], float] = {}
+    halves: set[tuple[int, int | None]] = set()
     free = [0.0] * schedule.num_ranks
     busy = [0.0] * schedule.num_ranks
     spans: list[list[Span]] = [[] for _ in schedule.rows]
-    for rank, action in played.order:
-        start = free[rank]
-        for alternatives in waits_for(action, num_stages):
-            needed = next(a for a in alternatives if a in ends)
-            away = schedule.stage_ranks[needed.stage] != rank
-            start = max(start, ends[needed] + (send_s if away else 0.0))
-        seconds = _seconds(action, forward, backward)
-        ends[action] = free[rank] = start + seconds
-        busy[rank] += seconds
-        spans[rank].append(Span(rank=rank, start_s=start, end_s=start + seconds, action=action))
+    at = [0] * schedule.num_ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(schedule.rows):
+            now, i = free[rank], at[rank]
+            while i < len(row):
+                action = row[i]
+                kind, stage, k = action.kind, action.stage, action.micro_batch
+                start = now
+                if kind is ActionKind.WEIGHT_GRAD:
+                    if (stage, k) not in halves:
+                        break
+                elif kind is ActionKind.FORWARD:
+                    if stage:
+                        arrived = outputs.get((stage - 1, k))
+                        if arrived is None:
+                            break
+                        start = max(now, arrived + send_s if home[stage - 1] != rank else arrived)
+                elif kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD):
+                    if (stage, k) not in outputs:
+                        break
+                    if stage < last:
+                        arrived = gradients.get((stage + 1, k))
+                        if arrived is None:
+                            break
+                        start = max(now, arrived + send_s if home[stage + 1] != rank else arrived)
+                seconds = _seconds(action, forward, backward)
+                now = start + seconds
+                if kind is ActionKind.FORWARD:
+                    outputs[stage, k] = now
+                elif kind is not ActionKind.WEIGHT_GRAD:
+                    gradients[stage, k] = now
+                    if kind is ActionKind.INPUT_GRAD:
+                        halves.add((stage, k))
+                busy[rank] += seconds
+                spans[rank].append(Span(rank=rank, start_s=start, end_s=now, action=action))
+                i += 1
+            moved |= i > at[rank]
+            free[rank], at[rank] = now, i
+    if any(i < len(row) for i, row in zip(at, schedule.rows, strict=True)):
+        raise MeshwrightError(check_schedule(schedule))
     held = [_held(row) for row in spans]
     return Clock(
         makespan_s=max(free),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-import numpy as np
-
 from meshwright.base.errors import MeshwrightError
+from meshwright.base.records import Prediction
 from meshwright.base.units import format_bytes, format_seconds
 from meshwright.cluster.load import with_gpus
-from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.fast import Columns, columns
 from meshwright.cost.pieces import Pricer, make_pricer
 from meshwright.cost.predict import OOM_GATE, oom_probability
@@ -32,63 +31,68 @@ class Neighbours:
 
 
 def neighbours(
-    priced: Columns,
-    fitting: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
-    index: int,
-    cluster: ClusterSpec,
+    pricer: Pricer, layout: Layout, batch: Batch, prediction: Prediction, others: Sequence[Layout] = ()
 ) -> Neighbours:
-    """Return what the nearest ZeRO stages, another pipeline degree and another micro-batch would give."""
-    layout = priced.layouts[index]
-    step = float(priced.step[index])
-    capacity = cluster.device.memory.value
-    known = {x: i for i, x in enumerate(priced.layouts)}
+    """Return what the nearest ZeRO stages, micro-batches, less recompute and other pipeline degrees would give.
+
+    Args:
+        pricer: of the layout's precision.
+        layout: the layout.
+        batch: its batch arithmetic.
+        prediction: what it costs.
+        others: the best layouts of other pipeline degrees, of which the fastest is named.
+    """
+    step, capacity = prediction.step_time_s, pricer.cluster.device.memory.value
     sentences: list[str] = []
+    blocked = False
+    for name, changed in beside(layout):
+        priced = _price(pricer, changed, batch)
+        if priced is None:
+            continue
+        fits_too = oom_probability(float(priced.peak[0]), capacity) <= OOM_GATE
+        blocked |= not fits_too and float(priced.step[0]) < step * (1.0 - NOTEWORTHY)
+        sentences.append(_compare(name, priced, step, capacity))
+    best: tuple[float, Columns] | None = None
+    for other in others:
+        priced = _price(pricer, other, batch)
+        if priced is not None and (best is None or float(priced.step[0]) < best[0]):
+            best = (float(priced.step[0]), priced)
+    if best is not None:
+        other = best[1].layouts[0]
+        bubble = f", bubble {100 * float(best[1].bubble[0]):.0f} %" if other.pp > 1 else ""
+        text = f"the best with pp={other.pp} ({replace(other, cut='auto').text()})"
+        sentences.append(_compare(text, best[1], step, capacity, bubble))
+    return Neighbours(tuple(sentences), blocked)
+
+
+def beside(layout: Layout) -> list[tuple[str, Layout]]:
+    """Return the layouts one step away: ZeRO stage, micro-batch, recompute, each with its text."""
+    plain = replace(layout, cut="auto")
+    out: list[tuple[str, Layout]] = []
     for zero in (layout.zero - 1, layout.zero + 1):
-        if not 0 <= zero <= 3:
-            continue
-        shard = 1 if zero == 0 else (layout.shard if layout.zero else layout.dp * layout.cp)
-        other = known.get(replace(layout, zero=zero, shard=shard))
-        if other is not None:
-            sentences.append(_compare(f"zero={zero}", priced, fitting, other, step, capacity))
+        if 0 <= zero <= 3 and layout.dp * layout.cp > 1:
+            shard = 1 if zero == 0 else (layout.shard if layout.zero else layout.dp * layout.cp)
+            out.append((f"zero={zero}", replace(plain, zero=zero, shard=shard)))
     for micro_batch in (layout.micro_batch * 2, layout.micro_batch // 2):
-        other = known.get(replace(layout, micro_batch=micro_batch))
-        if other is not None:
-            text = f"micro_batch={micro_batch}"
-            sentences.append(_compare(text, priced, fitting, other, step, capacity))
-    others: dict[int, int] = {}
-    for i, x in enumerate(priced.layouts):
-        if x.pp == layout.pp or not fitting[i]:
-            continue
-        if x.pp not in others or priced.step[i] < priced.step[others[x.pp]]:
-            others[x.pp] = i
-    if others:
-        pp = min(others, key=lambda p: float(priced.step[others[p]]))
-        i = others[pp]
-        bubble = f", bubble {100 * float(priced.bubble[i]):.0f} %" if pp > 1 else ""
-        text = f"the best with pp={pp} ({priced.layouts[i].text()})"
-        sentences.append(_compare(text, priced, fitting, i, step, capacity, bubble))
-    blocked = ~fitting & (priced.step < step * (1.0 - NOTEWORTHY))
-    return Neighbours(tuple(sentences), bool(blocked.any()))
+        if micro_batch:
+            out.append((f"micro_batch={micro_batch}", replace(plain, micro_batch=micro_batch)))
+    order = ("none", "selective", "full")
+    less = order[: order.index(layout.recompute)]
+    out += [(f"recompute={kind}", replace(plain, recompute=kind)) for kind in less]
+    return out
 
 
-def _compare(
-    what: str,
-    priced: Columns,
-    fitting: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
-    other: int,
-    step: float,
-    capacity: float,
-    extra: str = "",
-) -> str:
-    seconds = float(priced.step[other])
+def _compare(what: str, priced: Columns, step: float, capacity: float, extra: str = "") -> str:
+    seconds = float(priced.step[0])
     change = 100.0 * (seconds / step - 1.0)
     word = "slower" if change >= 0 else "faster"
-    peak = float(priced.peak[other])
+    peak = float(priced.peak[0])
+    chance = oom_probability(peak, capacity)
     room = (
         "fits"
-        if fitting[other]
+        if chance <= OOM_GATE
         else f"does not fit: {format_bytes(peak)} of {format_bytes(capacity)} "
-        f"(P(out of memory) {100 * oom_probability(peak, capacity):.0f} %)"
+        f"(P(out of memory) {100 * chance:.0f} %)"
     )
     head = what[0].upper() + what[1:] if what.startswith("the ") else f"With {what} a step"
     return (

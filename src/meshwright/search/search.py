@@ -1,35 +1,50 @@
-"""Every legal layout priced at once, the best priced exactly and explained."""
+"""Every legal layout priced or left out by a bound, the best played on the clock and explained."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
-
-import numpy as np
 
 from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
 from meshwright.base.records import Prediction
 from meshwright.cluster.spec import ClusterSpec
-from meshwright.cost.fast import Columns, columns
-from meshwright.cost.offload import is_away
-from meshwright.cost.pieces import STATE_BYTES, Pricer, make_pricer
-from meshwright.cost.predict import OOM_GATE, fits, oom_probability, predict_with
+from meshwright.cost.pieces import make_pricer
+from meshwright.cost.predict import fits, predict_with
 from meshwright.cost.reason import binding, memory_sentence, time_sentence
-from meshwright.layout.batch import Batch, derive_batch
-from meshwright.layout.check import caps_logits, check
+from meshwright.cost.tables import Tables, make_tables
+from meshwright.layout.batch import MOST_SEQUENCES, MOST_TOKENS, Batch, derive_batch
+from meshwright.layout.check import check
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout, written_keys
 from meshwright.model.spec import ModelSpec
 from meshwright.program.plan import Plan
+from meshwright.schedule.actions import Schedule
 from meshwright.schedule.generate import generate
-from meshwright.search.reasons import change_that_fits, neighbours
-from meshwright.search.space import Space, enumerate_layouts
+from meshwright.search.best import (
+    OBJECTIVES,
+    Best,
+    Candidate,
+    Surveyed,
+    fit_limit,
+    nearest_misses,
+    run,
+    survey,
+)
+from meshwright.search.nothing import nothing_legal
+from meshwright.search.reasons import Neighbours, change_that_fits, neighbours
+from meshwright.search.space import Space, all_blocks
 
-OBJECTIVES: Final = ("time", "memory", "cost")
-EXACT_PER_PLAN: Final = 3
-"""Layouts priced exactly for each plan that is returned."""
+EXACT_MORE: Final = 4
+"""Layouts predicted one by one beyond those that are returned."""
+MOST_PLANS: Final = 1000
+"""Plans that are returned at most; beyond the first few their reasons are their own time and memory only."""
+WITH_NEIGHBOURS: Final = 10
+LONG_STEP: Final = 4096
+"""Actions of a step (stages times micro-batches) from which only the first plan says what its neighbours cost."""
+MOST_GPUS: Final = 2**20
+"""Devices up to which layouts are enumerated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +54,12 @@ class SearchResult:
     Attributes:
         plans: those that fit, best first.
         misses: when nothing fits, the nearest ones, whose first sentence says the cheapest change that would fit.
-        searched: layouts that were priced.
-        bounded: layouts left out because their model state alone exceeds the memory.
+        front: the Pareto set over step time and peak memory, fastest first, when it was asked for.
+        searched: layouts that were priced, with every term.
+        bounded: layouts left out because a bound shows that they cannot be among the best, or cannot fit.
         legal: layouts that break no rule.
         fits: priced layouts that fit.
+        played: layouts whose schedule was played on the clock.
         seconds: what the search took.
     """
 
@@ -53,6 +70,8 @@ class SearchResult:
     legal: int
     fits: int
     seconds: float
+    played: int = 0
+    front: tuple[Plan, ...] = ()
 
 
 def search(
@@ -66,6 +85,7 @@ def search(
     top: int = 5,
     model_path: str = "",
     include_unbuilt: bool = False,
+    pareto: bool = False,
 ) -> SearchResult:
     """Return the best plans for a model on a cluster.
 
@@ -76,10 +96,11 @@ def search(
         global_batch: sequences per optimizer step.
         fix: layout text whose keys are pinned.
         objective: "time" (fastest), "memory" (lowest peak), "cost" (cheapest step; needs a price).
-        precision: of every layout; by default bf16, or fp16 on a device without bf16.
+        precision: of every layout; by default bf16, or what the device has instead (on a CPU the faster one).
         top: how many plans.
         model_path: what the plans say the model was read from.
         include_unbuilt: also price what the runtime cannot run so far.
+        pareto: also return every layout that none is both faster and smaller than.
 
     Raises:
         MeshwrightError: E405 a figure is not known, E409 nothing is legal, E410 a request that cannot be, E11x for
@@ -88,78 +109,93 @@ def search(
     started = time.perf_counter()
     refuse(_check_request(cluster, seq_len, global_batch, objective, top))
     pins = _pins(fix)
-    chosen = str(pins.get("precision") or precision or default_precision(cluster))
-    space = Space(
-        num_gpus=cluster.num_gpus,
-        gpus_per_node=cluster.gpus_per_node,
-        global_batch=global_batch,
-        seq_len=seq_len,
-        precision=chosen,
-        pins=pins,
-        include_unbuilt=include_unbuilt,
+    chosen = pins.get("precision") or precision
+    open_ = (str(chosen),) if chosen else precisions(cluster)
+    best = Best(
+        objective=objective,
+        wanted=top + EXACT_MORE,
+        limit=fit_limit(cluster.device.memory.value),
+        pareto=pareto,
     )
-    layouts, batches, refused = _legal(spec, cluster, seq_len, space)
-    if not layouts:
-        raise MeshwrightError([_nothing_legal(cluster, global_batch, fix), *refused])
-    pricer = make_pricer(spec, cluster, seq_len, chosen)
-    kept = _within_bound(spec, cluster, layouts)
-    bounded = len(layouts) - len(kept)
-    if not kept:  # the nearest misses are still wanted
-        kept, bounded = list(range(len(layouts))), 0
-    priced = columns(pricer, [layouts[i] for i in kept], [batches[i] for i in kept])
-    capacity = cluster.device.memory.value
-    fitting = np.array([oom_probability(float(p), capacity) <= OOM_GATE for p in priced.peak])
-    if not fitting.any() and "loss" not in pins and not caps_logits(spec):
-        found = search(
-            spec,
-            cluster,
-            seq_len,
-            global_batch,
-            ",".join(x for x in (fix.strip(), "loss=chunked") if x),
-            objective,
-            precision,
-            top,
-            model_path,
-            include_unbuilt,
+    surveyed: list[Surveyed] = []
+    tables: dict[str, Tables] = {}
+    for name in open_:
+        space = Space(
+            num_gpus=cluster.num_gpus,
+            gpus_per_node=cluster.gpus_per_node,
+            global_batch=global_batch,
+            seq_len=seq_len,
+            precision=name,
+            pins=pins,
+            include_unbuilt=include_unbuilt,
         )
-        if found.plans:  # the loss alone decides it
-            return replace(
-                found,
-                searched=found.searched + len(kept),
-                bounded=found.bounded + bounded,
-                legal=found.legal + len(layouts),
-                seconds=time.perf_counter() - started,
-            )
-    batches = [batches[i] for i in kept]
-    context = _Context(spec, cluster, pricer, priced, batches, fitting, objective, model_path)
-    plans: list[Plan] = []
-    if fitting.any():
-        plans = context.best(top)
-    misses = [] if plans else context.misses(top)
+        blocks = list(all_blocks(spec, space))
+        if blocks:
+            tables[name] = make_tables(make_pricer(spec, cluster, seq_len, name))
+            surveyed += [survey(tables[name], b) for b in blocks]
+        elif name == open_[-1] and not surveyed:
+            raise MeshwrightError(nothing_legal(spec, cluster, space, fix))
+    legal = sum(int(s.blocks.count.sum()) for s in surveyed)
+    run(surveyed, best)
+    context = _Context(spec, cluster, tables, best, seq_len, global_batch, model_path, include_unbuilt)
+    plans = context.best(top)
+    misses: list[Plan] = []
+    if not plans:
+        nearest_misses(surveyed, best)
+        misses = context.misses(top)
+    front = (
+        [context.plan(c, p, beside=False) for c, p in context.predicted(best.front) if fits(p)]
+        if pareto
+        else []
+    )
     return SearchResult(
         plans=tuple(plans),
         misses=tuple(misses),
-        searched=len(kept),
-        bounded=bounded,
-        legal=len(layouts),
-        fits=int(fitting.sum()),
+        searched=best.searched,
+        bounded=legal - best.searched,
+        legal=legal,
+        fits=best.fitting,
         seconds=time.perf_counter() - started,
+        played=best.played,
+        front=tuple(front),
     )
 
 
 def default_precision(cluster: ClusterSpec) -> str:
     """Return bf16, or what the device has instead."""
+    return precisions(cluster)[0]
+
+
+def precisions(cluster: ClusterSpec) -> tuple[str, ...]:
+    """Return the precisions that are tried when none is asked for.
+
+    On a GPU that is one: bf16, or fp16 where there is no bf16, whose rates are above fp32's. On a CPU a 16-bit
+    matmul can be slower than a 32-bit one, so both are priced.
+    """
     known = cluster.device.matmul_flops
-    return next((p for p in ("bf16", "fp16", "fp32") if p in known), "bf16")
+    found = tuple(p for p in ("bf16", "fp16", "fp32") if p in known) or ("bf16",)
+    return tuple(p for p in found if p != "fp16") or found if cluster.device.is_cpu else found[:1]
 
 
 def _check_request(
     cluster: ClusterSpec, seq_len: int, global_batch: int, objective: str, top: int
 ) -> list[Problem]:
+    sizes = (
+        ("seq_len", seq_len, MOST_TOKENS),
+        ("global_batch", global_batch, MOST_SEQUENCES),
+        ("top", top, MOST_PLANS),
+        ("gpus", cluster.num_gpus, MOST_GPUS),
+    )
     problems = [
-        problem("E410", where=name, found=f"{value}", needs=f"{name} >= 1", do=f"{name} = 1 or more")
-        for name, value in (("seq_len", seq_len), ("global_batch", global_batch), ("top", top))
-        if value < 1
+        problem(
+            "E410",
+            where=name,
+            found=f"{value}",
+            needs=f"{name} from 1 to {most}",
+            do=f"{name} = {1 if value < 1 else most}, or the number that is meant",
+        )
+        for name, value, most in sizes
+        if not 1 <= value <= most
     ]
     if objective not in OBJECTIVES:
         problems.append(problem("E410", where="objective", found=f"{objective!r}", do=" | ".join(OBJECTIVES)))
@@ -182,117 +218,86 @@ def _pins(fix: str) -> dict[str, Any]:
     return {key: getattr(parsed, key) for key in written_keys(fix)}
 
 
-def _legal(
-    spec: ModelSpec, cluster: ClusterSpec, seq_len: int, space: Space
-) -> tuple[list[Layout], list[Batch], list[Problem]]:
-    """Return the layouts that break no rule, with their batches; and what was wrong with the first that does."""
-    layouts: list[Layout] = []
-    batches: list[Batch] = []
-    refused: list[Problem] = []
-    for layout in enumerate_layouts(spec, space):
-        batch = derive_batch(layout, space.global_batch, seq_len)
-        errors = [
-            p
-            for p in check(spec, layout, batch, cluster, for_run=not space.include_unbuilt)
-            if p.severity == "error"
-        ]
-        if errors:
-            refused = refused or errors
-            continue
-        layouts.append(layout)
-        batches.append(batch)
-    return layouts, batches, refused
-
-
-def _nothing_legal(cluster: ClusterSpec, global_batch: int, fix: str) -> Problem:
-    pinned = f" with {fix}" if fix else ""
-    return problem(
-        "E409",
-        where="plan",
-        found=f"no layout of {cluster.num_gpus} GPUs{pinned} is legal for a global batch of {global_batch}",
-    )
-
-
-def _within_bound(spec: ModelSpec, cluster: ClusterSpec, layouts: Sequence[Layout]) -> list[int]:
-    """Return the indices of layouts whose model state alone could fit.
-
-    The bound is admissible: the largest stage holds at least the mean, and at least a third of that is sharded away.
-    """
-    capacity = cluster.device.memory.value
-    trained = spec.num_parameters
-    if spec.adapter is not None:
-        trained = sum(t.numel for t in spec.tensors() if t.role == "adapter")
-    state = np.array(
-        [
-            (spec.num_parameters + (0.0 if is_away(x) else 2.0 * trained))
-            * STATE_BYTES[x.precision]
-            / (x.tp * x.pp * x.ep * (x.shard if x.zero else 1))
-            for x in layouts
-        ]
-    )
-    return [int(i) for i in np.flatnonzero(state <= capacity)]
-
-
 @dataclass(frozen=True)
 class _Context:
     spec: ModelSpec
     cluster: ClusterSpec
-    pricer: Pricer
-    priced: Columns
-    batches: Sequence[Batch]
-    fitting: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
-    objective: str
+    tables: dict[str, Tables]
+    found: Best
+    seq_len: int
+    global_batch: int
     model_path: str
+    include_unbuilt: bool
+    schedules: dict[tuple[str, int, int, int], Schedule] = field(
+        default_factory=dict[tuple[str, int, int, int], Schedule]
+    )
+
+    def predicted(self, some: list[Candidate]) -> Iterator[tuple[Candidate, Prediction]]:
+        """Yield candidates that ``layout.check`` finds legal, each with its prediction."""
+        for c in some:
+            layout, batch = self.layout(c)
+            problems = check(self.spec, layout, batch, self.cluster, for_run=not self.include_unbuilt)
+            if not any(p.severity == "error" for p in problems):
+                pricer = self.tables[layout.precision].pricer
+                yield c, predict_with(pricer, layout, batch, self.schedule(layout, batch))
+
+    def schedule(self, layout: Layout, batch: Batch) -> Schedule:
+        """Return the layout's schedule, generated once for all layouts that share it."""
+        key = (layout.schedule, layout.pp, batch.accumulation, layout.chunks)
+        if key not in self.schedules:
+            self.schedules[key] = generate(*key)
+        return self.schedules[key]
 
     def best(self, top: int) -> list[Plan]:
-        """Return the best plans that fit, the best few priced exactly."""
-        score = self.priced.peak if self.objective == "memory" else self.priced.step
-        order = np.lexsort((self.priced.peak, np.where(self.fitting, score, np.inf)))
-        found: list[tuple[float, int, Prediction]] = []
-        for i in order[: top * EXACT_PER_PLAN + 4]:
-            index = int(i)
-            if not self.fitting[index]:
+        """Return the best plans that fit, each predicted by itself."""
+        exact: list[tuple[tuple[float, float], int, Candidate, Prediction]] = []
+        for number, (c, p) in enumerate(self.predicted(self.found.found)):
+            if fits(p):
+                step, peak = p.step_time_s, float(p.peak_memory_bytes)
+                exact.append(((peak, step) if self.found.by_memory else (step, peak), number, c, p))
+            # a long step takes seconds to predict, and its played order differs by what is rounded away
+            long = c.slot.num_stages * c.rows.accumulation(c.row) >= LONG_STEP
+            if len(exact) >= top + (0 if long else EXACT_MORE):
                 break
-            prediction = self.exact(index)
-            if fits(prediction):
-                key = prediction.peak_memory_bytes if self.objective == "memory" else prediction.step_time_s
-                found.append((float(key), index, prediction))
-        found.sort(key=lambda f: (f[0], f[2].peak_memory_bytes, f[1]))
-        return [self.plan(index, prediction) for _, index, prediction in found[:top]]
+        exact.sort(key=lambda f: f[:2])
+        return [
+            self.plan(c, p, beside=i < WITH_NEIGHBOURS, first=i == 0)
+            for i, (*_, c, p) in enumerate(exact[:top])
+        ]
 
     def misses(self, top: int) -> list[Plan]:
         """Return the layouts nearest to fitting, each with the cheapest change that would make it fit."""
-        order = np.lexsort((self.priced.step, self.priced.peak))
         out: list[Plan] = []
-        for i in order[:top]:
-            index = int(i)
-            prediction = self.exact(index)
-            change = change_that_fits(self.pricer, self.layout(index), self.batches[index])
-            plan = self.plan(index, prediction)
+        for c, p in self.predicted(self.found.smallest):
+            layout, batch = self.layout(c)
+            change = change_that_fits(self.tables[layout.precision].pricer, layout, batch)
+            plan = self.plan(c, p)
             out.append(replace(plan, why=(change, *plan.why), binds="memory"))
+            if len(out) == top:
+                break
         return out
 
-    def layout(self, index: int) -> Layout:
-        return self.priced.layouts[index].with_cut(self.priced.cuts[index])
+    def layout(self, c: Candidate) -> tuple[Layout, Batch]:
+        layout = c.rows.layout(c.row).with_cut(c.slot.cut)
+        return layout, derive_batch(layout, self.global_batch, self.seq_len)
 
-    def exact(self, index: int) -> Prediction:
-        layout, batch = self.layout(index), self.batches[index]
-        schedule = generate(layout.schedule, layout.pp, batch.accumulation)
-        return predict_with(self.pricer, layout, batch, schedule)
-
-    def plan(self, index: int, prediction: Prediction) -> Plan:
-        layout, batch = self.layout(index), self.batches[index]
-        beside = neighbours(self.priced, self.fitting, index, self.cluster)
-        why = [time_sentence(prediction), memory_sentence(prediction, self.cluster), *beside.sentences]
+    def plan(self, c: Candidate, prediction: Prediction, *, beside: bool = True, first: bool = True) -> Plan:
+        layout, batch = self.layout(c)
+        others = [self.layout(o) for pp, o in self.found.of_pp.items() if pp != layout.pp]
+        said = Neighbours((), faster_does_not_fit=False)
+        if beside and (first or layout.num_stages * batch.accumulation < LONG_STEP):
+            pricer = self.tables[layout.precision].pricer
+            said = neighbours(pricer, layout, batch, prediction, [o for o, _ in others][:8])
+        why = [time_sentence(prediction), memory_sentence(prediction, self.cluster), *said.sentences]
         return Plan(
             model_name=self.spec.name,
             model_path=self.model_path or self.spec.source or self.spec.name,
             model_config=dict(self.spec.config),
             layout=layout,
             batch=batch,
-            schedule_text=generate(layout.schedule, layout.pp, batch.accumulation).text(),
+            schedule_text=self.schedule(layout, batch).text(),
             cluster=self.cluster.name,
             prediction=prediction,
             why=tuple(why),
-            binds=binding(prediction, layout, self.cluster, faster_does_not_fit=beside.faster_does_not_fit),
+            binds=binding(prediction, layout, self.cluster, faster_does_not_fit=said.faster_does_not_fit),
         )

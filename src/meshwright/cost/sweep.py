@@ -1,0 +1,287 @@
+"""The fast tier: what every layout of a slot holds and costs, as columns, without a Python step per layout.
+
+One formula serves this tier and a single prediction (``cost.fast``): here stages that are alike are one column, and
+the makespan is an admissible bound (``cost.bounds``) instead of rows played on the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwright.cost.bounds import chunks_held, least_seconds
+from meshwright.cost.collective import Floats
+from meshwright.cost.fast import (
+    SUMMED,
+    Sizes,
+    data_waits,
+    offload_seconds,
+    optimizer_seconds,
+    other_seconds,
+    over_owned,
+    stage_load,
+)
+from meshwright.cost.memory import StageLoad, outside_allocator, peak_memory
+from meshwright.cost.pieces import Pricer
+from meshwright.cost.rows import Index, Rows
+from meshwright.cost.slots import Slot
+from meshwright.cost.tables import EDGES, SECONDS, SIZES, WORK, Tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swept:
+    """What each row holds and costs.
+
+    Attributes:
+        forward, backward: [rows, stage runs] seconds of one micro-batch, exposed communication in it included.
+        send: [rows] seconds of one message between stages.
+        rest: [rows] seconds of a step beside the pipeline: data once a step, optimizer, other.
+        least: [rows] seconds of a step that the clock cannot undercut.
+        load: [rows, stage runs] what stages hold.
+        outside: [rows, 1] bytes beside the allocator.
+        peak: [rows] bytes of the fullest rank.
+    """
+
+    forward: Floats
+    backward: Floats
+    send: Floats
+    rest: Floats
+    least: Floats
+    load: StageLoad
+    outside: Floats
+    peak: Floats
+
+
+def sweep(tables: Tables, rows: Rows, slot: Slot) -> Swept:
+    """Return what every row holds and costs; ``slot`` describes the stages that all rows share."""
+    pricer = tables.pricer
+    work, table = _work(tables, rows, slot), _units(tables, rows, slot)
+    m, zero = rows.column("accumulation"), rows.column("stage")
+    waits = data_waits(
+        pricer.rates.overlaps,
+        zero[:, None],
+        m[:, None],
+        work["forward"],
+        work["backward"] + work["recompute"],
+        table,
+    )
+    half = 0.5 * (work["tensor"] + work["context"] + work["expert"])
+    forward = work["forward"] + half + waits.forward
+    backward = work["backward"] + work["recompute"] + half + waits.backward
+    send = _gathered(tables, "sends", rows, slot)
+    once = _over(slot, waits.once).max(axis=1)
+    update = optimizer_seconds(pricer, table)
+    away = _over(slot, _away(pricer, rows, table, update)).max(axis=1)
+    rest = once + _over(slot, update).max(axis=1) + away + other_seconds(pricer, rows.layout(0).world_size)
+    if pricer.spec.tied_embeddings and slot.pp > 1:
+        rest = rest + _gathered(tables, "tied", rows, slot)
+    length = least_seconds(rows, slot, forward, backward, send, m)
+    if pricer.cluster.device.is_cpu and slot.pp > 1:
+        # ranks that wait leave their cores to others: never shorter than the work of all over all ranks
+        mean = ((forward + backward) * slot.length).sum(axis=1) / slot.pp
+        length = np.minimum(length, m * mean)
+    load = _load(pricer, rows, slot, work, table, m, zero)
+    outside = _outside(pricer, rows, slot)[:, None]
+    in_flight, held = chunks_held(rows, slot, m)
+    if slot.chunks == 1:
+        ranks = replace(load, in_flight=in_flight, losses=in_flight)
+    else:
+        ranks = over_owned(load, slot.owns, held, in_flight)
+        ranks = replace(ranks, boundary=ranks.boundary + _sent_in_flight(pricer, rows, slot, m))
+    peak = peak_memory(ranks, outside)["peak"].max(axis=1)
+    return Swept(
+        forward=forward,
+        backward=backward,
+        send=send,
+        rest=rest,
+        least=length + rest,
+        load=load,
+        outside=outside,
+        peak=peak,
+    )
+
+
+def _over(slot: Slot, values: Floats) -> Floats:
+    """Return sums over each rank's stages, [rows, rank runs], of [rows, stage runs] values."""
+    return values if slot.chunks == 1 else values[:, slot.owns].sum(axis=2)
+
+
+def _gathered(tables: Tables, kind: str, rows: Rows, slot: Slot) -> Floats:
+    numbered = tables.of_pipeline(kind, slot.pp, slot.num_stages)
+    at = numbered.look(rows)
+    assert numbered.figures is not None
+    return numbered.figures[at]
+
+
+def block_floors(tables: Tables, rows: Rows, slot: Slot) -> tuple[Floats, Floats]:
+    """Return ([blocks] seconds, [blocks] bytes) that no layout of a block undercuts.
+
+    Time: the work and the communication inside blocks, without data parallelism, messages or the update. Memory: model
+    state and moments cut over all of dp * cp, the activations in flight, and what is outside the allocator.
+    """
+    pricer = tables.pricer
+    names = ("forward", "backward", "recompute", "tensor", "context", "expert", "kept")
+    work = _work(tables, rows, slot, names)
+    m = rows.column("accumulation")
+    half = 0.5 * (work["tensor"] + work["context"] + work["expert"])
+    forward, backward = work["forward"] + half, work["backward"] + work["recompute"] + half
+    least = least_seconds(rows, slot, forward, backward, np.zeros(len(rows)), m)
+    if pricer.cluster.device.is_cpu and slot.pp > 1:
+        least = np.minimum(least, m * ((forward + backward) * slot.length).sum(axis=1) / slot.pp)
+    units = tables.of_pipeline("units", slot.pp, slot.num_stages)
+    at = units.look(rows)
+    assert units.figures is not None
+    names = ("resting", "trainable_resting")
+    # of the sparsest layout: units are padded to equal rows, so a larger group never holds more on a rank
+    full, trained = (_over(slot, _sums(slot, units.figures[:, SIZES.index(n)]))[at] for n in names)
+    moments = np.where(rows.flag("offload", "none"), 2.0, 0.0)[:, None]
+    state = pricer.state_bytes * (full + moments * trained)
+    _, held = chunks_held(rows, slot, m)
+    kept = (work["kept"][:, slot.owns] * held).sum(axis=2)
+    return least, (state + kept).max(axis=1) + _outside(pricer, rows, slot)
+
+
+def _away(pricer: Pricer, rows: Rows, table: Mapping[str, Floats], update: Floats) -> Floats:
+    """Return [rows, stage runs] seconds that the update waits for state that rests away from the device."""
+    out = np.zeros_like(update)
+    number, first = rows.distinct(("offload",))
+    for n, row in enumerate(first):
+        at = np.flatnonzero(number == n)
+        like = rows.layout(int(row))
+        out[at] = offload_seconds(pricer, like, table["trainable_resting"][at], update[at])
+    return out
+
+
+def _work(tables: Tables, rows: Rows, slot: Slot, names: tuple[str, ...] = WORK) -> dict[str, Floats]:
+    """Return [rows, stage runs] of each figure of Work, and ``worst_again`` and ``worst_transient`` over blocks."""
+    at = [n.look(rows) for n in (tables.blocks, tables.embeddings, tables.heads)]
+    blocks, embeddings, heads = tables.blocks.figures, tables.embeddings.figures, tables.heads.figures
+    assert blocks is not None
+    assert embeddings is not None
+    assert heads is not None
+    out: dict[str, Floats] = {}
+    for name in names:
+        i = WORK.index(name)
+        column = (blocks[:, i] @ slot.counts.T)[at[0]]
+        column[:, 0] += embeddings[:, i][at[1]]
+        column[:, -1] += heads[:, i][at[2]]
+        out[name] = column
+        if name in ("again", "transient"):
+            most = np.where(slot.counts[None] > 0, blocks[:, i][:, None, :], 0.0).max(axis=2)
+            out[f"worst_{name}"] = most[at[0]]
+    return out
+
+
+def _units(tables: Tables, rows: Rows, slot: Slot) -> dict[str, Floats]:
+    """Return [rows, stage runs] sizes and data-parallel seconds of each stage, by the names of ``fast``'s table."""
+    units = tables.of_pipeline("units", slot.pp, slot.num_stages)
+    at = units.look(rows)
+    assert units.figures is not None
+    used, at = np.unique(at, return_inverse=True) if len(units.figures) > 4 * len(rows) else (slice(None), at)
+    figures = units.figures[used]
+    sizes = {name: figures[:, i] for i, name in enumerate(SIZES)}
+    seconds = {name: figures[:, len(SIZES) + i] for i, name in enumerate((*SECONDS, *EDGES))}
+    return {name: column[at] for name, column in _per_stage(slot, sizes, seconds).items()}
+
+
+def _per_stage(slot: Slot, sizes: Mapping[str, Floats], seconds: Mapping[str, Floats]) -> dict[str, Floats]:
+    """Return [tables, stage runs] of sums and largest units, from [tables, units] figures of single units."""
+    root = _roots(slot)
+    present = slot.counts > 0
+
+    def total(column: Floats) -> Floats:
+        return _sums(slot, column)
+
+    def largest(column: Floats) -> Floats:
+        return np.where(present[None], column[:, None, 3:], 0.0).max(axis=2)
+
+    out = {name: total(sizes[name]) for name in SUMMED}
+    out["largest"] = np.maximum(sizes["largest"][:, root], largest(sizes["largest"]))
+    out["root"], out["root_trainable"] = sizes["full"][:, root], sizes["trainable"][:, root]
+    out["block"], out["block_trainable"] = largest(sizes["full"]), largest(sizes["trainable"])
+    some = np.argmax(present, axis=1)
+    for name in SECONDS:
+        out[name] = total(seconds[name])
+        # what cannot be hidden is the root unit's, or the first block's where there is none
+        column = seconds[f"{name}_edge"]
+        edge = column[:, root]
+        out[f"{name}_edge"] = np.where(sizes["full"][:, root] > 0, edge, column[:, 3 + some])
+    return out
+
+
+def _roots(slot: Slot) -> Index:
+    """Return [stage runs] which root unit a stage has: 0 the first stage's, 1 an inner one's, 2 the last one's."""
+    root = np.ones(len(slot.length), dtype=np.intp)
+    root[0] = 0
+    if len(root) > 1:
+        root[-1] = 2
+    return root
+
+
+def _sums(slot: Slot, column: Floats) -> Floats:
+    """Return [tables, stage runs] of a figure summed over the units of a stage, from [tables, units]."""
+    return column[:, _roots(slot)] + column[:, 3:] @ slot.counts.T
+
+
+def _load(
+    pricer: Pricer,
+    rows: Rows,
+    slot: Slot,
+    work: Mapping[str, Floats],
+    table: Mapping[str, Floats],
+    m: Floats,
+    zero: Floats,
+) -> StageLoad:
+    shape = (len(rows), len(slot.length))
+    first, last = np.zeros(shape), np.zeros(shape)
+    first[:, 0] = 1.0
+    last[:, -1] = 1.0
+    plain = rows.flag("plain", True)
+    sizes = Sizes(
+        zero=zero,
+        micro_batches=m,
+        tp=rows.column("tp"),
+        tokens=rows.column("micro_batch") * pricer.seq_len / rows.column("cp"),
+        autocast=(plain & (pricer.compute_bytes == 2)).astype(np.float64),
+        chunked=rows.flag("loss", "chunked").astype(np.float64),
+        piped=np.full(len(rows), float(slot.pp > 1)),
+        away=np.where(rows.flag("offload", "none"), 0.0, 1.0),
+    )
+    if (
+        slot.chunks > 1
+    ):  # several stages per rank: what is in flight depends on the rank (``_sent_in_flight``)
+        stage_held = np.zeros(shape)
+    else:
+        stage_held = np.minimum(m[:, None], slot.pp - slot.first.astype(np.float64)[None, :])
+        stage_held = np.where(rows.flag("schedule", "gpipe")[:, None], m[:, None], stage_held)
+    return stage_load(
+        pricer,
+        sizes,
+        table,
+        lambda name: work[name],
+        lambda name: work[f"worst_{name}"],
+        stage_held,
+        first,
+        last,
+    )
+
+
+def _sent_in_flight(pricer: Pricer, rows: Rows, slot: Slot, m: Floats) -> Floats:
+    """Return [rows, rank runs] bytes of messages that ranks with several stages keep for micro-batches in flight."""
+    wide = np.where(rows.flag("plain", True) & (pricer.compute_bytes == 2), 4.0, float(pricer.compute_bytes))
+    tokens = rows.column("micro_batch") * pricer.seq_len / rows.column("cp")
+    left = slot.num_stages - slot.stages.astype(np.float64)
+    sends = slot.stages < slot.num_stages - 1
+    kept = (np.minimum(m[:, None, None], left[None]) * sends[None]).sum(axis=2)
+    return (tokens * pricer.spec.hidden_size * wide)[:, None] * kept
+
+
+def _outside(pricer: Pricer, rows: Rows, slot: Slot) -> Floats:
+    groups = 1.0 + float(slot.pp > 1)
+    shard = np.where(rows.column("zero") > 0, np.maximum(1.0, rows.column("shard") // rows.column("cp")), 1.0)
+    groups = groups + (rows.column("dp") // shard > 1) + (shard > 1)
+    for name in ("tp", "cp", "ep"):
+        groups = groups + (rows.column(name) > 1)
+    return outside_allocator(np.asarray(groups, dtype=np.float64), is_cpu=pricer.cluster.device.is_cpu)
