@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.layout.parse import parse_layout
+from meshwright.model.adapters import adapted, parse_adapter
+from meshwright.model.read_hf import spec_from_config
+from meshwright.parallel.apply import holds_a_part
 from meshwright.parallel.build import build_model
 from meshwright.parallel.deferred import LARGE, deferring
 
@@ -86,3 +90,12 @@ def test_another_seed_gives_other_numbers():
     pending.fill(two, torch.device("cpu"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(one.get_parameter(name), two.get_parameter(name))
+
+
+def test_adapters_and_spread_experts_are_put_into_a_whole_model():
+    spec = spec_from_config(MORE["qwen2"], "qwen2")
+    assert holds_a_part(parse_layout("pp=2"), spec)
+    assert holds_a_part(parse_layout("dp=2,zero=1"), spec)
+    assert not holds_a_part(parse_layout("dp=2"), spec)
+    assert not holds_a_part(parse_layout("dp=2,zero=3,ep=2"), spec)
+    assert not holds_a_part(parse_layout("pp=2"), adapted(spec, parse_adapter("lora:4")))

@@ -9,9 +9,13 @@ import torch
 from torch import nn
 
 from meshwright.base.errors import MeshwrightError
+from meshwright.checkpoint.load import load_checkpoint
 from meshwright.parallel.offload import FileStore, HostStore, cut_pieces
+from meshwright.train.keep import Best, Keeper
 from meshwright.train.memory import LiveBytes
 from meshwright.train.offload import OffloadedAdamW, make_optimizer
+from meshwright.train.optim import Rate
+from meshwright.train.scale import loss_scale_for
 
 ADAMW = SimpleNamespace(name="adamw", lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, momentum=0.0)
 
@@ -112,6 +116,69 @@ def test_a_flipped_byte_is_found_by_name(tmp_path):
         (problem,) = error.value.problems
         assert problem.code == "E277"
         assert problem.where == "exp_avg_sq of p0"
+    optimizer.close()
+
+
+def keeper(held, optimizer, tmp_path):
+    settings = SimpleNamespace(seed=0, keep_last=None, keep_every=0, keep_best=False, checkpoint_async=True)
+    plan = SimpleNamespace(world_size=1, hash="h", batch=SimpleNamespace(seq_len=8, global_batch=2))
+    data = SimpleNamespace(hash="d")
+    task = SimpleNamespace(
+        run=SimpleNamespace(run=settings), plan=plan, data=data, run_dir=tmp_path, manifest={}
+    )
+    rate = Rate(name="constant", peak=1e-2, warmup_steps=0, total_steps=9)
+    return Keeper(
+        task=task,
+        rank=0,
+        params=held,
+        optimizer=optimizer,
+        tied={},
+        place=None,
+        scale=loss_scale_for("fp32"),
+        rate=rate,
+        best=Best(),
+    )
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "optimizer-nvme"])
+def test_a_background_save_holds_the_state_of_its_step(tmp_path, offload):
+    """The update after ``save`` does not reach the checkpoint, and a resumed run goes on with the same bits."""
+    held = params()
+    optimizer = made(held, tmp_path, offload)
+    keeping = keeper(held, optimizer, tmp_path)
+    for step in (0, 1):
+        fill(held, step)
+        optimizer.step()
+        if step == 0:
+            keeping.save(1, None, wait=False)
+    keeping.save(2, None, wait=True)
+    again = params()
+    resumed = made(again, tmp_path / "again", offload)
+    other = keeper(again, resumed, tmp_path)
+    other.task.resume_from = tmp_path / "checkpoints" / "step-1"
+    assert other.resume()[0] == 1
+    fill(again, 1)
+    resumed.step()
+    for name, p in held.items():
+        assert torch.equal(p, again[name])
+    whole = params()
+    load_checkpoint(path=tmp_path / "checkpoints" / "step-2", params=whole, optimizer=None, tied={})
+    assert all(torch.equal(p, held[n]) for n, p in whole.items())
+    optimizer.close()
+    resumed.close()
+
+
+def test_damaged_state_is_not_saved(tmp_path):
+    """A byte that flips in a file ends the save with E277; no checkpoint gets a name."""
+    held = params()
+    optimizer = made(held, tmp_path)
+    fill(held, 0)
+    optimizer.step()
+    optimizer.homes[0][3] += 1.0
+    with pytest.raises(MeshwrightError) as error:
+        keeper(held, optimizer, tmp_path).save(1, None, wait=True)
+    assert error.value.problems[0].code == "E277"
+    assert not list(tmp_path.glob("checkpoints/step-*"))
     optimizer.close()
 
 
