@@ -95,7 +95,7 @@ EIGHT = [
     ("llama", "tp=2,cp=2,pp=2"),
     ("qwen3", "dp=2,zero=3,tp=2,cp=2"),
     ("qwen3", "dp=2,zero=2,tp=2,cp=2,cp_style=ulysses,recompute=full"),
-    ("mixtral", "dp=2,ep=2,zero=1,pp=2,schedule=zbv,chunks=2"),
+    ("mixtral", "dp=4,ep=2,zero=1,pp=2,schedule=zbv,chunks=2"),
     ("mixtral", "dp=4,ep=2,zero=3,pp=2,recompute=full"),
     ("mixtral", "dp=8,ep=4,zero=2,shard=4"),
     ("mixtral", "dp=2,zero=3,tp=2,pp=2,loss=chunked"),
@@ -106,7 +106,7 @@ CORE = {
     ("llama", "dp=2,zero=3,tp=2,pp=2"),
     ("qwen3", "dp=2,zero=1,tp=2,pp=2,schedule=zbv,chunks=2"),
     ("qwen3", "dp=2,zero=1,cp=2,pp=2,schedule=zbv,chunks=2"),
-    ("mixtral", "dp=2,ep=2,zero=1,pp=2,schedule=zbv,chunks=2"),
+    ("mixtral", "dp=4,ep=2,zero=1,pp=2,schedule=zbv,chunks=2"),
 }
 """The part of the matrix that every ``make test`` runs."""
 

@@ -285,11 +285,12 @@ class Parts:
         self._seen = False
 
     def add(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
-        """Add what the tile's queries saw in it; ``out`` and ``lse`` may be kept."""
+        """Add what the tile's queries saw in it; ``out`` and ``lse`` are left as they are."""
         if not self._seen:
             self._seen = True
             if (tile.q0, tile.q1) == (0, self.shape[2]):
-                self.out_BHQE, self.lse_BHQ = out.to(self.dtype), lse.to(self.dtype)
+                # copies, because they are added to in place: selective recompute keeps the kernel's own outputs
+                self.out_BHQE, self.lse_BHQ = out.to(self.dtype, copy=True), lse.to(self.dtype, copy=True)
                 return
             self.out_BHQE = out.new_zeros(self.shape, dtype=self.dtype)
             self.lse_BHQ = out.new_full(self.shape[:3], -math.inf, dtype=self.dtype)
