@@ -113,7 +113,7 @@ def test_what_is_not_built_is_priced_and_says_so():
     found = asked("dp=4,cp=2,zero=3,compile=blocks")
     assert not found.legal
     assert found.prediction is not None
-    assert any(s.startswith("E251: compile=blocks") for s in found.sentences)
+    assert any(s.startswith("E279: compile=blocks with cp = 2") for s in found.sentences)
 
 
 def test_sensitivity_searches_again_on_a_better_cluster():
@@ -337,7 +337,8 @@ def test_a_figure_that_no_machine_has_is_a_problem(value: object, tmp_path: Path
         ({"fix": "ep=2"}, "E409"),
         ({"fix": "cut=99/1"}, "E409"),
         ({"fix": "schedule=@rows.txt"}, "E301"),
-        ({"fix": "offload=optimizer-nvme"}, "E409"),
+        ({"fix": "offload=optimizer-nvme,dp=3"}, "E409"),
+        ({"fix": "compile=blocks,tp=2"}, "E409"),
         ({"fix": "zero=9"}, "E112"),
     ],
 )

@@ -257,9 +257,15 @@ BRUTE = [
         *("mixtral-8x7b", "a100-80gb-x8", 64, 1024, 32),
         *("micro_batch=1,recompute=none,loss=parallel,schedule=1f1b,cp=2,pp=2,sp=on", True),
     ),
-    ("mixtral-8x7b", "a100-80gb-x8", 32, 2048, 32, "micro_batch=1,recompute=full,loss=chunked,schedule=1f1b,sp=on,pp=4,cp=1", False),
+    (
+        *("mixtral-8x7b", "a100-80gb-x8", 32, 2048, 32),
+        *("micro_batch=1,recompute=full,loss=chunked,schedule=1f1b,pp=4,cp=1", False),
+    ),
     ("llama-2-7b+lora:16", "a100-40gb-x8", 8, 2048, 32, "micro_batch=1,recompute=none,loss=chunked,sp=on", False),
-    ("llama-2-7b", "a100-40gb-x8", 8, 2048, 32, "micro_batch=1,recompute=none,loss=chunked,sp=on,cp=1,offload=optimizer", False),
+    (
+        *("llama-2-7b", "a100-40gb-x8", 8, 2048, 32),
+        *("micro_batch=1,recompute=none,loss=chunked,cp=1,offload=optimizer", False),
+    ),
     pytest.param(
         *("mixtral-8x7b", "a100-80gb-x8", 32, 2048, 32),
         *("micro_batch=2,recompute=full,loss=chunked,schedule=zbv,sp=on,cp=1", True),

@@ -38,15 +38,17 @@ def cold(*args: str) -> tuple[float, float]:
     return float(seconds), float(num_bytes)
 
 
-def test_a_cold_plan_takes_less_than_three_seconds_and_little_memory():
-    # a context axis of 8 adds pipelines of 64 stages, whose predictions take seconds: pinned here
-    for request in (
-        (*LARGE, "--global-batch", "2048", "--fix", "cp=1"),
-        (*COMPOSITE, "--global-batch", "720720"),
+def test_a_cold_plan_takes_about_three_seconds_and_little_memory():
+    # with a context axis the best have deep pipelines, whose exact predictions take as long as the search:
+    # 2.6 s on a quiet machine and 3.1 s on a busy one
+    for request, most in (
+        ((*LARGE, "--global-batch", "2048", "--fix", "cp=1"), 3.0),
+        ((*LARGE, "--global-batch", "2048"), 4.0),
+        ((*COMPOSITE, "--global-batch", "720720"), 3.0),
     ):
         seconds, num_bytes = cold(*request, "--json")
         print(f"{request[1]}: {seconds:.2f} s, {num_bytes / 2**20:.0f} MiB")
-        assert seconds < 3.0
+        assert seconds < most
         assert num_bytes < 1.5 * 2**30
 
 

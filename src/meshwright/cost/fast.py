@@ -316,8 +316,13 @@ def data_waits(
     )
 
 
-def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch]) -> Columns:
-    """Return what each layout costs; ``batches`` holds its batch arithmetic, one per layout."""
+def columns(
+    pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch], schedule: Schedule | None = None
+) -> Columns:
+    """Return what each layout costs; ``batches`` holds its batch arithmetic, one per layout.
+
+    With the ``schedule`` of a single layout, which the caller plays itself, ``step``, ``peak`` and ``bubble`` are NaN.
+    """
     rows, num_kinds = len(layouts), len(pricer.kinds)
     stages = max(layout.num_stages for layout in layouts)
     counts = np.zeros((rows, stages, num_kinds))
@@ -447,32 +452,39 @@ def columns(pricer: Pricer, layouts: Sequence[Layout], batches: Sequence[Batch])
     travel = np.stack([offload_seconds(pricer, x, resting[r], update[r]) for r, x in enumerate(layouts)])
     offload = travel.max(axis=1)
     other = _other(pricer, layouts) + tied
-    makespan = pipeline_seconds(forward, backward, send, m, depth, gpipe)
-    shared = _shared(pricer, layouts, m, forward, backward, send)
+    if schedule is None:
+        makespan = pipeline_seconds(forward, backward, send, m, depth, gpipe)
+        shared = _shared(pricer, layouts, m, forward, backward, send)
+    else:
+        makespan, shared = np.full(rows, np.nan), np.ones(rows)
     busy = ((forward + backward) * mm).max(axis=1)
-    peak = memory["peak"].max(axis=1)
+    peak = memory["peak"].max(axis=1) if schedule is None else makespan.copy()
     owed = once.max(axis=1)
     for r, layout in enumerate(layouts):
         if layout.pp > 1 and (layout.chunks > 1 or layout.schedule in SPLIT):
             # few layouts have these schedules: each is played by itself
+            if schedule is not None:
+                optimizer[r] = over_ranks(update[r], schedule).max()
+                offload[r] = over_ranks(travel[r], schedule).max()
+                continue
             depth_r, rounds = layout.num_stages, int(m[r])
             ahead_s, behind_s = forward[r, :depth_r], backward[r, :depth_r]
             if shares_cores(pricer.cluster, layout):
-                schedule = _schedule(layout, rounds)
-                clock = run_clock(schedule, list(ahead_s), list(behind_s), float(send[r]))
+                played = _schedule(layout, rounds)
+                clock = run_clock(played, list(ahead_s), list(behind_s), float(send[r]))
                 makespan[r], shared[r] = clock.makespan_s, contention(clock, pricer.cluster, layout)
             else:
                 named, chunks = _schedule_name(layout, rounds), layout.chunks
-                length, schedule = makespans(
+                length, played = makespans(
                     named, layout.pp, chunks, rounds, ahead_s[:, None], behind_s[:, None], send[r : r + 1]
                 )
                 makespan[r], shared[r] = length[0], 1.0
-            busy[r] = rounds * over_ranks((ahead_s + behind_s), schedule).max()
-            owed[r] = over_ranks(once[r], schedule).max()
-            optimizer[r] = over_ranks(update[r], schedule).max()
-            offload[r] = over_ranks(travel[r], schedule).max()
-            held, sums = held_at_peak(schedule)
-            peak[r] = peak_memory(rank_load(load, r, schedule, held, sums), outside[r : r + 1])["peak"].max()
+            busy[r] = rounds * over_ranks((ahead_s + behind_s), played).max()
+            owed[r] = over_ranks(once[r], played).max()
+            optimizer[r] = over_ranks(update[r], played).max()
+            offload[r] = over_ranks(travel[r], played).max()
+            held, sums = held_at_peak(played)
+            peak[r] = peak_memory(rank_load(load, r, played, held, sums), outside[r : r + 1])["peak"].max()
     step = makespan * shared + owed + optimizer + offload + other
     return Columns(
         layouts=tuple(layouts),

@@ -19,7 +19,7 @@ from meshwright.cost.replay import held_at_peak
 from meshwright.cost.shipped import cold_band
 from meshwright.layout.batch import Batch
 from meshwright.layout.layout import Layout
-from meshwright.layout.ranks import coordinates
+from meshwright.layout.ranks import coordinates, strides
 from meshwright.model.counts import flops_per_token
 from meshwright.model.spec import ModelSpec
 from meshwright.schedule.actions import Schedule
@@ -80,7 +80,7 @@ def predict(
 
 def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedule) -> Prediction:
     """Return the prediction, pricing pieces with ``pricer`` (which keeps what it has priced)."""
-    cols = columns(pricer, [layout], [batch])
+    cols = columns(pricer, [layout], [batch], schedule)
     depth = schedule.num_stages
     forward = [float(x) for x in cols.forward[0, :depth]]
     backward = [float(x) for x in cols.backward[0, :depth]]
@@ -184,14 +184,7 @@ def rank_memory(cols: Columns, schedule: Schedule, row: int = 0) -> list[MemoryB
 def rank_records(layout: Layout, stages: Sequence[MemoryBytes]) -> tuple[RankRecord, ...]:
     """Return one record per rank up to 64 ranks, else one per stage (its first rank)."""
     world = layout.world_size
-    out: list[RankRecord] = []
-    seen: set[int] = set()
-    for rank in range(world):
-        stage = coordinates(layout, rank)["pp"]
-        if world > MAX_RANK_RECORDS and stage in seen:
-            continue
-        seen.add(stage)
-        out.append(RankRecord(rank=rank, stage=stage, memory=stages[stage]))
-        if world > MAX_RANK_RECORDS and len(seen) == layout.pp:
-            break
-    return tuple(out)
+    apart = strides(layout)["pp"]
+    ranks = range(world) if world <= MAX_RANK_RECORDS else range(0, apart * layout.pp, apart)
+    at = [(rank, coordinates(layout, rank)["pp"]) for rank in ranks]
+    return tuple(RankRecord(rank=rank, stage=stage, memory=stages[stage]) for rank, stage in at)

@@ -104,11 +104,6 @@ def balanced_cut(
     return _most_even(prefix, stages, first, last, limit)
 
 
-def stage_cost(prefix: Sequence[float], a: int, b: int, extra: float) -> float:
-    """Return the cost of layers a..b-1 with ``extra``; ``prefix`` are running sums."""
-    return prefix[b] - prefix[a] + extra
-
-
 def _bottleneck(prefix: Sequence[float], stages: int, first: float, last: float) -> float:
     """Return the least largest stage cost, by dynamic programming over (stage, layers before it)."""
     n = len(prefix) - 1
@@ -120,26 +115,17 @@ def _bottleneck(prefix: Sequence[float], stages: int, first: float, last: float)
         extra = last if stage == stages - 1 else 0.0
         ends = (n,) if stage == stages - 1 else range(stage + 1, n - (stages - 1 - stage) + 1)
         row = [float("inf")] * (n + 1)
+        a = stage
         for b in ends:
-            row[b] = _least_maximum(best, prefix, stage, b, extra)
+            # best[a] rises with a and the cost of a..b falls; where they cross moves on with b
+            above = prefix[b] + extra
+            while a < b - 1 and best[a] < above - prefix[a]:
+                a += 1
+            row[b] = max(best[a], above - prefix[a])
+            if a > stage:
+                row[b] = min(row[b], max(best[a - 1], above - prefix[a - 1]))
         best = row
     return best[n]
-
-
-def _least_maximum(best: Sequence[float], prefix: Sequence[float], low: int, b: int, extra: float) -> float:
-    """Return min over a of max(best[a], cost of a..b): best rises with a and the cost falls, so halve."""
-    high = b - 1
-    start = low
-    while low < high:
-        mid = (low + high) // 2
-        if best[mid] >= stage_cost(prefix, mid, b, extra):
-            high = mid
-        else:
-            low = mid + 1
-    out = max(best[low], stage_cost(prefix, low, b, extra))
-    if low > start:
-        out = min(out, max(best[low - 1], stage_cost(prefix, low - 1, b, extra)))
-    return out
 
 
 def _most_even(
@@ -159,7 +145,7 @@ def _most_even(
         ends = (n,) if stage == stages - 1 else range(stage + 1, n - (stages - 1 - stage) + 1)
         for b in ends:
             for a in range(b - 1, stage - 1, -1):
-                if stage_cost(prefix, a, b, extra) > limit:
+                if prefix[b] - prefix[a] + extra > limit:
                     break
                 value = score[a] + (b - a) ** 2
                 if value < row[b]:

@@ -34,6 +34,8 @@ SINGLE: Final = ("1f1b", "gpipe", "zb-h1")
 
 Runs: TypeAlias = frozenset[tuple[int, bool, str]]
 """ZeRO stages, whether the shard group is all of dp * cp, and offloads that run together."""
+Allowed: TypeAlias = dict[tuple[Any, ...], Runs]
+"""What runs, by what of a layout the rules look at; filled while a space is enumerated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,7 @@ class Blocks:
 
 def all_blocks(spec: ModelSpec, space: Space) -> Iterator[Blocks]:
     """Yield the legal blocks of every pipeline degree, number of stages per rank and placement."""
+    allowed: Allowed = {}
     for pp in space.degrees("pp"):
         if space.num_gpus % pp or pp > spec.num_layers:
             continue
@@ -115,7 +118,7 @@ def all_blocks(spec: ModelSpec, space: Space) -> Iterator[Blocks]:
             for cut in cuts:
                 if check_cut(spec.num_layers, Layout(pp=pp, chunks=chunks, cut=cut)):
                     continue
-                found = _blocks(spec, space, pp, chunks, cut, schedules)
+                found = _blocks(spec, space, pp, chunks, cut, schedules, allowed)
                 if found is not None:
                     yield found
 
@@ -142,7 +145,13 @@ def _pipelines(spec: ModelSpec, space: Space, pp: int) -> Iterator[tuple[int, tu
 
 
 def _blocks(
-    spec: ModelSpec, space: Space, pp: int, chunks: int, cut: str, schedules: tuple[str, ...]
+    spec: ModelSpec,
+    space: Space,
+    pp: int,
+    chunks: int,
+    cut: str,
+    schedules: tuple[str, ...],
+    allowed: Allowed,
 ) -> Blocks | None:
     values = _tables(spec, space, pp, schedules)
     grid = _degree_grid(spec, space, pp, chunks, values)
@@ -151,7 +160,7 @@ def _blocks(
     codes = _with_policies(spec, space, pp, chunks, values, grid)
     if not len(codes["dp"]):
         return None
-    lists, inner = _inner(spec, space, pp, chunks, values, codes)
+    lists, inner = _inner(spec, space, pp, chunks, values, codes, allowed)
     dp, cp = (np.asarray(values[n])[codes[n]] for n in ("dp", "cp"))
     whole = dp * cp > 1
     place = {size: i for i, size in enumerate(values["shard"])}
@@ -291,6 +300,7 @@ def _inner(
     chunks: int,
     values: Mapping[str, tuple[Any, ...]],
     codes: Mapping[str, Codes],
+    allowed: Allowed,
 ) -> tuple[tuple[Mapping[str, Codes], ...], Index]:
     """Return the lists of inner codes, and which list each block has."""
     rows = Rows(pp=pp, chunks=chunks, cut="auto", precision=space.precision, values=values, codes=codes)
@@ -301,21 +311,35 @@ def _inner(
         key = key * len(values[name]) + codes[name]
     key = key * (int(coarse.max()) + 1) + coarse
     _, first, at = np.unique(key, return_index=True, return_inverse=True)
-    allowed: dict[tuple[Any, ...], Runs] = {}
     made: dict[tuple[Any, ...], int] = {}
     lists: list[Mapping[str, Codes]] = []
     number: list[int] = []
-    for row in first:
-        like = _layout(rows, int(row))
-        runs = allowed.get(group := (int(coarse[row]), like.schedule))
-        if runs is None:
-            runs = allowed[group] = _runs(spec, space, like)
-        slot = (like.dp, like.cp, like.ep, legal.shard_allowed(3, like.schedule, pp), runs)
+    here: dict[tuple[int, str], Runs] = {}
+    degrees = [np.asarray(values[n])[codes[n][first]].tolist() for n in ("dp", "cp", "ep")]
+    schedules = [values["schedule"][code] for code in codes["schedule"][first]]
+    groups = zip(coarse[first].tolist(), schedules, strict=True)
+    for row, group, *degree in zip(first, groups, *degrees, strict=True):
+        if group not in here:
+            here[group] = _runs_of(spec, space, _layout(rows, int(row)), allowed)
+        slot = (*degree, legal.shard_allowed(3, group[1], pp), here[group])
         if slot not in made:
             made[slot] = len(lists)
-            lists.append(_inner_codes(space, like, values, runs))
+            lists.append(_inner_codes(space, _layout(rows, int(row)), values, here[group]))
         number.append(made[slot])
     return tuple(lists), np.asarray(number, dtype=np.intp)[at.reshape(-1)]
+
+
+def _runs_of(spec: ModelSpec, space: Space, like: Layout, allowed: Allowed) -> Runs:
+    key = () if space.include_unbuilt else _looked_at(like)
+    if key not in allowed:
+        allowed[key] = _runs(spec, space, like)
+    return allowed[key]
+
+
+def _looked_at(x: Layout) -> tuple[Any, ...]:
+    """Return what of a layout the rules about what runs look at; the same for all pipelines deeper than one stage."""
+    degrees = (x.pp > 1, x.tp, x.cp > 1, x.ep > 1, x.dp > 1)
+    return (*degrees, x.sp, x.cp_style, x.recompute, x.loss, x.kv_heads, x.schedule, x.chunks > 1)
 
 
 def _coarse(rows: Rows) -> Index:
