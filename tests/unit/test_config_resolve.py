@@ -119,6 +119,12 @@ def test_settings_that_nothing_reads_are_refused(override: str) -> None:
         (["schedule.name=constant"], "schedule.min_lr_ratio"),
         (["data.eval_fraction=0", "run.eval_every=0"], "run.eval_batches"),
         (["run.steps=3"], "schedule.warmup_steps"),
+        (["data.chat_template=chat.jinja"], "data.chat_template"),
+        (["data.path=a.jsonl", "data.format=text", "data.chat_template=chat.jinja"], "data.chat_template"),
+        (["data.text_field=body"], "data.text_field"),
+        (["data.path=a.jsonl", "data.format=chat", "data.text_field=body"], "data.text_field"),
+        (["data.too_long=skip"], "data.too_long"),
+        (["data.path=a.jsonl", "data.rows=stream", "data.too_long=skip"], "data.too_long"),
     ],
 )
 def test_settings_without_effect_are_said(overrides: list[str], key: str) -> None:
@@ -126,6 +132,19 @@ def test_settings_without_effect_are_said(overrides: list[str], key: str) -> Non
     assert warning.code == "W101"
     assert warning.severity == "warning"
     assert warning.where.startswith(key)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.path=a.jsonl", "data.chat_template=chat.jinja", "data.text_field=body", "data.too_long=skip"],
+        ["data.path=a.jsonl", "data.format=chat", "data.chat_template=chat.jinja"],
+        ["data.path=a.jsonl", "data.format=text", "data.text_field=body"],
+        ["data.rows=pack", "data.too_long=skip"],
+    ],
+)
+def test_settings_of_data_that_may_have_an_effect_pass_without_a_word(overrides: list[str]) -> None:
+    assert demo(*overrides).warnings == ()
 
 
 def test_the_template_is_a_run_file(tmp_path: Path) -> None:

@@ -78,6 +78,13 @@ def test_texts_that_are_no_adapter(text: str) -> None:
     assert code(error) == "E274"
 
 
+@pytest.mark.parametrize(("text", "bound"), [("lora:65537", "65,536"), ("lora:4:1e9", "1,000,000,000")])
+def test_a_rank_or_alpha_that_is_too_large_says_the_bound(text: str, bound: str) -> None:
+    with pytest.raises(MeshwrightError) as error:
+        parse_adapter(text)
+    assert bound in error.value.problems[0].needs
+
+
 def test_adapter_texts() -> None:
     assert parse_adapter("lora:4") == LORA
     assert parse_adapter("lora:4:1.5") == replace(LORA, alpha=1.5)

@@ -426,6 +426,27 @@ def _said(run: ResolvedRun, found: Problem) -> Problem:
     return replace(found, where=f"{found.where or 'layout'} {place}")
 
 
+def _idle_data(data: DataSettings) -> list[tuple[str, str]]:
+    """Return the keys that documents of this form, as far as the run file says it, leave unread, each with the reason.
+
+    Where the form follows from the first record, every key may have an effect.
+    """
+    docs = data.path == PYTHON_DOCS and not data.sources
+    form, why = (
+        ("text", f"{PYTHON_DOCS} is plain text") if docs else (data.format, f"data.format = {data.format}")
+    )
+    idle: list[tuple[str, str]] = []
+    if form in ("text", "completion"):
+        idle.append(("data.chat_template", f"{why}: there are no conversations to write"))
+    if docs or form in ("chat", "completion"):
+        idle.append(("data.text_field", f"{why}: no field of that name is read"))
+    if (data.rows or ("stream" if form == "text" else None)) == "stream":
+        idle.append(
+            ("data.too_long", "documents run on in a stream, whatever their length (data.rows pack and pad)")
+        )
+    return idle
+
+
 def _without_effect(run: ResolvedRun) -> list[Problem]:
     """Return W101 for each setting that was written and that nothing will read."""
     idle: list[tuple[str, str]] = []
@@ -446,6 +467,7 @@ def _without_effect(run: ResolvedRun) -> list[Problem]:
         idle.append(("guards.on_spike", "guards.spike = null looks for none"))
     if run.adapter.kind == "none":
         idle += [(f"adapter.{key}", "adapter.kind = none") for key in ("rank", "alpha", "targets")]
+    idle += _idle_data(run.data)
     flat = run.flat()
     problems = [
         problem("W101", where=_where(run, key), found=f"{key} = {shown(flat[key])} has no effect", why=why)

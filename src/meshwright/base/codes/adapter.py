@@ -55,7 +55,7 @@ adapter need it.""",
         title="The adapter's text cannot be read",
         kind="input",
         why="the rank decides what is trained",
-        needs="lora:RANK or lora:RANK:ALPHA with a rank of at least 1 and a positive alpha",
+        needs="lora:RANK or lora:RANK:ALPHA, RANK from 1 to 65,536, ALPHA above 0 and below 1,000,000,000",
         do="for instance lora:8, or lora:8:16",
         page="""The product of the two factors is scaled by alpha / rank. Without ALPHA it is twice the rank. Targets
 can be named in the run file only (adapter.targets).""",
