@@ -22,6 +22,14 @@ def test_refused_with_a_way_out(beside: str) -> None:
     assert "compile=off" in problem.do
 
 
+def test_what_it_needs_names_every_axis_it_is_refused_with() -> None:
+    spec = read_model("recipes/models/tiny-qwen3-moe")
+    for beside, needed in (("tp=2", "tp = 1"), ("cp=2", "cp = 1"), ("dp=2,ep=2", "ep = 1")):
+        (problem,) = check_built(parse_layout(f"compile=blocks,{beside}"), spec)
+        assert problem.code == "E279"
+        assert needed in problem.needs
+
+
 def test_dropout_reads_what_a_compiled_block_would_keep() -> None:
     (problem,) = check_built(parse_layout("compile=blocks"), replace(SPEC, dropout=0.1))
     assert problem.code == "E279"

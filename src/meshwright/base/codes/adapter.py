@@ -104,7 +104,7 @@ local NVMe disk is the right place; a network disk makes every step wait for it.
         title="compile=blocks cannot run like this",
         kind="code",
         why="a compiled block is one operation to what stands around it, and needs a compiler for its kernels",
-        needs="recompute=none or full, tp = 1, cp = 1, no dropout, whole backwards, on a CPU a C++ compiler",
+        needs="recompute=none or full, tp = 1, cp = 1, ep = 1, no dropout, whole backwards, on a CPU a C++ compiler",
         do="compile=off",
         page="""Selective recompute chooses among the operations of a block and sees none inside a compiled one; the
 tensor and context axes communicate inside blocks, and a layout-independent dropout reads the step and the row from
