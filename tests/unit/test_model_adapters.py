@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.base.errors import MeshwrightError
+from meshwright.base.errors import MeshwrightError, problem
 from meshwright.cluster.load import read_cluster
 from meshwright.cost.pieces import make_pricer, work_key
 from meshwright.layout.parse import parse_layout
@@ -184,3 +184,8 @@ def test_a_frozen_matrix_costs_no_weight_gradient() -> None:
     lora = make_pricer(adapted(spec, LORA), cluster, 2048, "bf16").block(0, work_key(key_layout))
     assert lora.backward < full.backward
     assert lora.flops < 0.75 * full.flops
+
+
+@pytest.mark.parametrize("name", ["E705", "E706"])
+def test_a_checkpoint_with_other_tensors_asks_for_its_adapter_too(name: str) -> None:
+    assert "adapter" in problem(name, where="step-3", found="336 tensors").do

@@ -58,7 +58,7 @@ A file system that shows new files late can cause this too: mount it without att
         kind="input",
         why="a parameter or optimizer entry that is not loaded would keep its random or zero value unseen",
         needs="every tensor of the run, under its logical name",
-        do="load it with the model config, freeze patterns and optimizer that it was saved with",
+        do="load it with the model config, adapter, freeze patterns and optimizer that it was saved with",
         page="""Names are compared before anything is loaded; nothing is loaded when one is missing.
 Common causes: another model config, a wrapper's prefix (module., _orig_mod.), another optimizer (AdamW
 keeps exp_avg, exp_avg_sq and step; SGD keeps momentum_buffer), or a parameter that was frozen in the saved run.
@@ -70,7 +70,7 @@ To take the weights alone into a new run, export them and set model.weights to t
         kind="input",
         why="state that is left behind unseen is a run that goes on from another point than it says",
         needs="a run that takes every stored tensor",
-        do="load it with the model config, freeze patterns and optimizer that it was saved with",
+        do="load it with the model config, adapter, freeze patterns and optimizer that it was saved with",
         page="""Every tensor of the checkpoint must have its place on some rank of the run.
 Left-over parameters mean another model or a wrapper's prefix; left-over optimizer entries mean another
 optimizer, or a parameter that is frozen now and was trained before.
