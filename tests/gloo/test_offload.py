@@ -131,3 +131,23 @@ def test_the_run_record_says_where_state_rests(job):
     record = json.loads((job.folder / "out" / "run.json").read_text())
     assert record["plan"]["layout"]["offload"] == "optimizer-nvme"
     assert record["resolved"]["run"]["offload_dir"] is None
+
+
+def test_a_folder_that_cannot_be_is_said_before_the_run_folder_is_claimed(job):
+    (job.folder / "file").write_text("")
+    sets = [f"run.offload_dir={job.folder / 'file'}"]
+    with pytest.raises(MeshwrightError) as error:
+        job.run("dp=1,offload=optimizer-nvme,precision=fp32", sets=sets, dry_run=True)
+    assert {p.code for p in error.value.problems if p.severity == "error"} == {"E278"}
+    assert not (job.folder / "out").exists()
+    job.run("dp=1,precision=fp32", sets=sets, dry_run=True)
+    assert any("W101" in line and "run.offload_dir" in line for line in job.lines)
+
+
+def test_there_is_no_adapter_to_merge_in_a_whole_model(job):
+    from meshwright.checkpoint.export import export_command
+
+    job.run("dp=1,precision=fp32", "whole", sets=["run.steps=1"])
+    with pytest.raises(MeshwrightError, match="E281"):
+        export_command(str(job.folder / "whole"), str(job.folder / "export"), merge=True)
+    assert not (job.folder / "export").exists()

@@ -164,9 +164,12 @@ def export_command(
     """Export the checkpoint at ``dir`` (or the newest of a run folder) to ``out``; with ``check_logits`` prove it.
 
     Raises:
-        MeshwrightError: what ``export_hf`` and ``compare_logits`` raise.
+        MeshwrightError: E281 for ``merge`` without an adapter; what ``export_hf`` and ``compare_logits`` raise.
     """
     checkpoint = find_checkpoint(Path(dir))
+    if merge and adapter_of(read_manifest(checkpoint)) is None:
+        found = f"{checkpoint} holds no adapter: its weights are whole already"
+        raise MeshwrightError(problem("E281", where="--merge-adapter", found=found))
     done = export_hf(checkpoint, Path(out), dtype=dtype, merge=merge)
     if check_logits:
         done["check_logits"] = compare_logits(checkpoint, Path(out))

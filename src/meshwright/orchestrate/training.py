@@ -305,6 +305,18 @@ def _folder_problems(folder: Path, plan: Plan, resume: bool) -> list[Problem]:
     return []
 
 
+def _offload_problems(run: Any, plan: Plan, folder: Path) -> list[Problem]:
+    """Return E278 when the files of offloaded state could not be made, before a run folder is claimed."""
+    if not plan.layout.offload.endswith("-nvme"):
+        return []
+    target = _offload_dir(run, folder)
+    nearest = next((p for p in (target, *target.parents) if p.exists()), Path("/"))
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        return []
+    what = "cannot be written" if nearest.is_dir() else "is no folder"
+    return [problem("E278", where="run.offload_dir", found=f"{target}: {nearest} {what}")]
+
+
 def versions() -> dict[str, str]:
     """Return the versions that a run depends on."""
     import safetensors
@@ -374,6 +386,7 @@ def _train(
     writes = facts is None or facts.rank == 0
     if writes:
         refuse(_folder_problems(folder, plan, resume))
+        refuse(_offload_problems(run, plan, folder), ExitCode.ENVIRONMENT)
     stop_at = min(stop_at_step or run.run.steps, run.run.steps)
     resume_from: Path | None = None
     if resume:
@@ -573,6 +586,10 @@ def _data_notes(run: Any, plan: Plan) -> list[Problem]:
     """Return what the chosen layout makes of packed documents (the planner may have chosen it after the first look)."""
     found = data_problems(run.data, None, plan.layout)
     refuse(found)
+    if run.run.offload_dir is not None and not plan.layout.offload.endswith("-nvme"):
+        why = f"offload={plan.layout.offload} makes no files"
+        what = f"run.offload_dir = {run.run.offload_dir} has no effect"
+        found.append(problem("W101", where="run.offload_dir", found=what, why=why))
     return found
 
 
