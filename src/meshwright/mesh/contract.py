@@ -75,6 +75,8 @@ NAMES: Final[tuple[PrivateName, ...]] = (
         "FSDPState._root_post_backward_final_callback",
         "parallel.zero",
     ),
+    PrivateName("torch.utils._pytree", "tree_flatten", "parallel.deferred"),
+    PrivateName("torch.utils._pytree", "tree_map", "parallel.deferred"),
     PrivateName("torch", "_foreach_mul_", "parallel.apply"),
     PrivateName("torch", "_foreach_norm", "parallel.apply"),
     PrivateName("torch", "Tensor._make_wrapper_subclass", "checkpoint.pieces"),
