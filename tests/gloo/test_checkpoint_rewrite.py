@@ -44,7 +44,6 @@ def places(index: Any) -> set[tuple[str, tuple[int, ...]]]:
     return {(where.fqn, tuple(where.offset)) for where in index.storage_data}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "layout", "world"),
     [

@@ -9,7 +9,6 @@ import torch
 from proofs import SMALL, prove
 
 from meshwright.base.errors import MeshwrightError
-from meshwright.layout import built
 
 pytestmark = pytest.mark.gloo
 
@@ -129,7 +128,6 @@ def test_h21_with_the_tensor_axis(pool, layout):
     proven(pool, layout, config=MIXTRAL | {"num_hidden_layers": 4})
 
 
-@pytest.mark.skipif("cp" not in built.AXES, reason="the context axis is not built")
 @pytest.mark.parametrize(
     "layout",
     [
