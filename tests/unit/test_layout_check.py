@@ -117,7 +117,7 @@ CASES = [
     ("dp=2,schedule=zbv", {}, "E223", ("pp = 1", "schedule=1f1b")),
     ("pp=5,schedule=zbv", {}, "E211", ("5 * 2", "10 stages", "pp = 4")),
     ("pp=4,schedule=dualpipev", {"batch": 4}, "E308", ("accumulation = 4", "global batch = 8")),
-    ("tp=2", {}, "W202", ("1001", "501", "1 of them padding")),
+    ("tp=2", {}, "W202", ("1001", "501", "500 on the last")),
     ("zero=2", {}, "W203", ("zero = 2",)),
     ("dp=2,pp=2,zero=2", {}, "W204", ("4 micro-batches", "MiB")),
     ("pp=4", {"batch": 2}, "W301", ("2 micro-batches", "60 %", "3/5", "global batch = 4")),

@@ -139,7 +139,7 @@ def _tensor(spec: ModelSpec, layout: Layout) -> list[Problem]:
                 "W202",
                 where="layout.tp",
                 found=f"{spec.vocab_size} rows over tp = {tp}: {rows} on each rank, "
-                f"{rows * tp - spec.vocab_size} of them padding",
+                f"{spec.vocab_size - rows * (tp - 1)} on the last",
             )
         )
     return problems

@@ -407,10 +407,10 @@ with one call per expert.""",
         code="W202",
         title="The vocabulary does not divide by tp",
         kind="cost",
-        why="the embedding and head are cut by vocabulary rows, so the last rank's part is smaller, or padded",
+        why="the embedding and head are cut by vocabulary rows, so the last rank's part is smaller",
         do="nothing has to be done",
-        page="""Each rank holds ceil(vocabulary / tp) rows; the rows of the last rank that are beyond the vocabulary are
-padding and never win.""",
+        page="""Each rank holds ceil(vocabulary / tp) rows and the last one what is left. Nothing is padded: the loss sums
+over the columns that there are, and is one device's.""",
     ),
     CodeInfo(
         code="W203",
