@@ -117,11 +117,8 @@ def train_step(
             loss_scale=scale.value,
         )
 
-    batch = model.plan.batch
-    rows_AB = rank_rows(
-        batch.global_batch, batch.micro_batch, batch.accumulation, batch.dp, model.view.dp_rank
-    )
-    model.begin_step(step, torch.from_numpy(rows_AB))
+    if model.dropout is not None:  # masks follow from the rows of the batch
+        model.begin_step(step, _rows(model))
     loss_sum = model.forward_backward(inputs_ABT, labels_ABT, scale.value / valid, positions_ABT)
     marks.append(time.perf_counter())
     model.finish_gradients()
@@ -159,6 +156,13 @@ def train_step(
         loss_scale=used_scale,
         phases_s=phases,
     )
+
+
+def _rows(model: ParallelModel) -> Tensor:
+    """Return the rows of the global batch that this rank's micro-batches are, [accumulation, B]."""
+    b = model.plan.batch
+    rows_AB = rank_rows(b.global_batch, b.micro_batch, b.accumulation, b.dp, model.view.dp_rank)
+    return torch.from_numpy(rows_AB)
 
 
 def _differences(marks: list[float]) -> list[float]:
