@@ -23,6 +23,22 @@ def test_e506_names_what_is_missing() -> None:
     assert "2.13" in problems[0].do
 
 
+def test_arguments_instances_and_choices_are_looked_at() -> None:
+    """A name may be there and take other arguments, or live on instances only."""
+    stage = "torch.distributed.pipelining"
+    names = (
+        PrivateName(stage, "PipelineStage.__init__(no_such_argument)", "parallel.pipeline"),
+        PrivateName(stage, "PipelineStage.__init__(input_grads)", "parallel.pipeline"),
+        PrivateName("collections", "Counter().total|no_such_name", "parallel.zero"),
+        PrivateName("collections", "Counter().no_such_name", "parallel.zero"),
+    )
+    found = [p.found for p in missing(names)]
+    assert len(found) == 2
+    assert "no PipelineStage.__init__(no_such_argument)" in found[0]
+    assert "no Counter().no_such_name" in found[1]
+    assert len(missing(names, pipeline=False)) == 1  # a layout without stages needs none of theirs
+
+
 def test_every_private_import_of_the_torch_half_is_listed() -> None:
     """A private torch name that is imported in src must stand in the list."""
     import ast

@@ -71,3 +71,22 @@ def test_every_named_cluster_is_read(name: str):
 def test_an_unknown_device_is_a_key_error():
     with pytest.raises(KeyError):
         catalogue.device("GTX-9999")
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "device"),
+    [
+        ("NVIDIA H200", 140, "H200-SXM-141GB"),
+        ("NVIDIA H100 80GB HBM3", 80, "H100-SXM5-80GB"),
+        ("NVIDIA H100 PCIe", 80, "H100-PCIe-80GB"),
+        ("NVIDIA A100-SXM4-40GB", 40, "A100-40GB-SXM4"),
+        ("NVIDIA A100-SXM4-80GB", 80, "A100-80GB-SXM4"),
+        ("NVIDIA GeForce RTX 4090", 24, "RTX-4090"),
+        ("NVIDIA L40S", 45, "L40S-48GB"),
+        ("NVIDIA L4", 22, "L4-24GB"),
+        ("cpu", 1, None),
+        ("NVIDIA Unheard-of", 80, None),
+    ],
+)
+def test_a_driver_s_name_finds_the_device(name: str, gib: int, device: str | None) -> None:
+    assert catalogue.named_by_driver(name, gib * 2**30) == device

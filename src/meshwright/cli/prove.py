@@ -20,6 +20,14 @@ class Precision(StrEnum):
     BF16 = "bf16"
 
 
+class Device(StrEnum):
+    """Where the ranks of a proof run."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class Valid(StrEnum):
     """Which tokens of a proof's batches carry a loss."""
 
@@ -62,6 +70,9 @@ def prove(
             "--resume-layout", metavar="LAYOUT", help="With --resume: go on in this layout instead."
         ),
     ] = None,
+    device: Annotated[
+        Device, typer.Option("--device", help="Of the ranks; auto: GPUs where each rank can have one.")
+    ] = Device.AUTO,
     out: Annotated[
         str | None, typer.Option("--out", metavar="FILE", help="Also write the JSON to a file.")
     ] = None,
@@ -95,6 +106,7 @@ def prove(
         ladder=ladder,
         resume=resume,
         resume_layout=resume_layout,
+        device=device.value,
         json_output=as_json,
         out=out,
         show=show_line,

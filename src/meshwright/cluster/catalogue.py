@@ -144,6 +144,31 @@ def device(gpu: str) -> DeviceSpec:
     )
 
 
+_FORM = ("PCIE", "SXM", "NVL")
+
+
+def named_by_driver(name: str, total_bytes: float) -> str | None:
+    """Return the device of the table that a driver calls ``name`` ("NVIDIA H100 80GB HBM3"), or None.
+
+    Of the devices whose model stands in the name as a word of its own, the one whose form factor the name says, if it
+    says one, and whose memory is nearest to ``total_bytes``.
+    """
+    words = name.upper().replace("-", " ").split()
+    known: list[tuple[int, float, str]] = []
+    for gpu in device_names():
+        parts = gpu.upper().split("-")
+        model = parts[1] if parts[0] == "RTX" and len(parts) > 1 else parts[0]
+        if model not in words:
+            continue
+        form = next((f for f in _FORM if any(part.startswith(f) for part in parts)), "")
+        said = next((f for f in _FORM if any(word.startswith(f) for word in words)), "")
+        wrong_form = int(bool(said) and form != said) + 2 * int(not said and form == "PCIE")
+        memory = _figure(gpu, "memory_gb", 1e9, "bytes")
+        apart = abs(memory.value - total_bytes) if memory is not None else float("inf")
+        known.append((wrong_form, apart, gpu))
+    return min(known)[2] if known else None
+
+
 def _intra(entry: ClusterEntry, gpu: str) -> LinkSpec:
     row = device_rows().get(gpu, {})
     instance = instance_rows().get(entry.instance or "", {})

@@ -382,6 +382,12 @@ def _positive(value: Any) -> float:
     return number
 
 
+def _datasheet_peaks(probe: Mapping[str, Any]) -> Mapping[str, Figure]:
+    """Return the peaks of the catalogue's device that the driver named; {} for a device that it does not know."""
+    gpu = catalogue.named_by_driver(str(probe["device"]), float(probe["memory"].get("total_bytes") or 0.0))
+    return catalogue.device(gpu).peak_flops if gpu is not None else {}
+
+
 def _from_probe(probe: Mapping[str, Any], name: str) -> ClusterSpec:
     world = int(probe["world_size"])
     if world < 1:
@@ -440,7 +446,7 @@ def _from_probe(probe: Mapping[str, Any], name: str) -> ClusterSpec:
         device=DeviceSpec(
             name=str(probe.get("device", "cpu")),
             memory=Figure(value=available, unit="bytes", source=source, kind="measured"),
-            peak_flops={},
+            peak_flops={} if is_cpu else _datasheet_peaks(probe),
             matmul_flops={
                 p: Figure(value=r, unit="FLOP/s", source=source, kind="measured") for p, r in best.items()
             },

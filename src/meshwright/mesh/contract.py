@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -15,7 +16,11 @@ MADE_FOR: Final = "2.13"
 
 @dataclass(frozen=True)
 class PrivateName:
-    """One name: its module, the dotted name in it, and the module of ours that uses it."""
+    """One name: its module, the dotted name in it, and the module of ours that uses it.
+
+    ``Name()`` stands for an instance made without arguments, ``name(x)`` for a function that takes ``x``, ``a|b`` for
+    any of several names.
+    """
 
     module: str
     name: str
@@ -48,6 +53,7 @@ NAMES: Final[tuple[PrivateName, ...]] = (
     PrivateName(
         "torch.distributed.pipelining", "PipelineStage.backward_maybe_with_nosync", "parallel.pipeline"
     ),
+    PrivateName("torch.distributed.pipelining", "PipelineStage.__init__(input_grads)", "parallel.pipeline"),
     PrivateName("torch.distributed.pipelining", "PipelineStage.perform_reduce_grad", "parallel.pipeline"),
     PrivateName("torch.distributed.pipelining", "PipelineStage.forward_one_chunk", "parallel.pipeline"),
     PrivateName("torch.distributed.pipelining", "PipelineStage.backward_one_chunk", "parallel.pipeline"),
@@ -90,7 +96,9 @@ NAMES: Final[tuple[PrivateName, ...]] = (
     PrivateName("torch.distributed.fsdp", "FSDPModule.set_force_sum_reduction_for_comms", "parallel.zero"),
     PrivateName("torch.distributed.fsdp", "FSDPModule._get_fsdp_state", "parallel.zero"),
     PrivateName(
-        "torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._fsdp_param_group", "parallel.zero"
+        "torch.distributed.fsdp._fully_shard._fsdp_state",
+        "FSDPState()._fsdp_param_groups|_fsdp_param_group",
+        "parallel.zero",
     ),
     PrivateName(
         "torch.distributed.fsdp._fully_shard._fsdp_param",
@@ -107,16 +115,25 @@ NAMES: Final[tuple[PrivateName, ...]] = (
 """Every private name in use. A name is added here in the same change that begins to use it."""
 
 
-def missing(names: Sequence[PrivateName] = NAMES) -> list[Problem]:
-    """Return E506 for each name that the installed torch lacks; empty when it has them all, whatever its version."""
+PIPELINE: Final = "parallel.pipeline"
+"""The module whose names only a layout with pipeline stages needs."""
+
+
+def missing(names: Sequence[PrivateName] = NAMES, *, pipeline: bool = True) -> list[Problem]:
+    """Return E506 for each name that the installed torch lacks; empty when it has them all, whatever its version.
+
+    ``pipeline``: look for the names of pipeline stages too.
+    """
     import torch
 
     problems: list[Problem] = []
     for entry in names:
+        if entry.used_in == PIPELINE and not pipeline:
+            continue
         try:
             value: object = importlib.import_module(entry.module)
             for part in entry.name.split("."):
-                value = getattr(value, part)
+                value = _part(value, part)
         except (ImportError, AttributeError):
             problems.append(
                 problem(
@@ -128,3 +145,19 @@ def missing(names: Sequence[PrivateName] = NAMES) -> list[Problem]:
                 )
             )
     return problems
+
+
+def _part(value: object, part: str) -> object:
+    """Return the attribute that one part of a dotted name means.
+
+    Raises:
+        AttributeError: it is not there, or takes no such argument.
+    """
+    name, called, argument = part.rstrip(")").partition("(")
+    found = next((n for n in name.split("|") if hasattr(value, n)), name)
+    value = getattr(value, found)
+    if not called or not callable(value):
+        return value
+    if argument and argument not in inspect.signature(value).parameters:
+        raise AttributeError(part)
+    return value if argument else value()

@@ -75,7 +75,7 @@ def _reference_rank(facts: RankFacts, work: _Work) -> Reference:
 
 def _proof_rank(facts: RankFacts, work: _Work) -> RankProof:
     assert work.task is not None
-    return prove_rank(facts.rank, work.task, facts.at)
+    return prove_rank(facts.rank, work.task, facts.at, facts.device.partition(":")[0])
 
 
 def _simulated(facts: RankFacts, work: _Work) -> dict[str, Any]:
@@ -89,6 +89,22 @@ def _simulated(facts: RankFacts, work: _Work) -> dict[str, Any]:
 
 def _on_local_ranks(worker: Callable[[RankFacts, Any], Any], nproc: int, work: Any) -> list[Any]:
     return run_local(worker, nproc, work, timeout_s=TIMEOUT_S, preload=("transformers",))
+
+
+def _on_local_gpus(worker: Callable[[RankFacts, Any], Any], nproc: int, work: Any) -> list[Any]:
+    return run_local(worker, nproc, work, timeout_s=TIMEOUT_S, device="cuda")
+
+
+def proof_device(asked: str, num_ranks: int) -> str:
+    """Return where the ranks of a proof run: "cuda" where it is asked for, or each rank can have a GPU; else "cpu".
+
+    Under torchrun the ranks of this node are counted. Too few GPUs for "cuda" are refused when the ranks start (E502).
+    """
+    if asked != "auto":
+        return asked
+    facts = torchrun_facts()
+    here = num_ranks if facts is None else facts.local_world_size
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= here else "cpu"
 
 
 def proof_plan(
@@ -125,10 +141,13 @@ def run_proof(
     batches: Sequence[TokenBatch] | None = None,
     execute: Execute = _on_local_ranks,
     simulated: bool = False,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Run the reference and then the plan on local ranks, and return the verdict.
 
     ``simulated``: the plan has a tensor axis alone, whose shards all run in one process, for the first step.
+    ``device``: of the ranks, and of the one device whose own error in a low precision bounds theirs. The float64
+    reference is always computed on the CPU.
 
     Raises:
         MeshwrightError: when a rank fails.
@@ -152,7 +171,10 @@ def run_proof(
 
         def reference(name: str, recipe: Recipe) -> Reference:
             work = _Work(recipe=recipe, task=None, spec=spec, batches=data, folder=str(Path(folder) / name))
-            return execute(_reference_rank, 1, work)[0]
+            return run_ranks(_reference_rank, 1, work, recipe.device)[0]
+
+        def run_ranks(worker: Callable[[RankFacts, Any], Any], nproc: int, work: _Work, on: str) -> list[Any]:
+            return execute(worker, nproc, work) if on == "cpu" else _on_local_gpus(worker, nproc, work)
 
         show(f"one device, float64: {steps} steps of {batch.global_batch} x {batch.seq_len} tokens")
         truth = reference("fp64", recipe)
@@ -162,11 +184,13 @@ def run_proof(
             own_error = {}
             for reverse in (False, True):
                 show(f"one device, {precision}, rows {'reversed' if reverse else 'in order'}: its own error")
-                own = reference(f"own-{reverse}", replace(recipe, precision=precision, reverse_rows=reverse))
+                changed = replace(recipe, precision=precision, reverse_rows=reverse, device=device)
+                own = reference(f"own-{reverse}", changed)
                 for key, value in compare_references(own, truth, steps).items():
                     own_error[key] = max(own_error.get(key, 0.0), value)
         if not simulated:
-            show(f"{plan.world_size} ranks: {plan.layout.text()}")
+            what = f"{plan.world_size} {'rank' if plan.world_size == 1 else 'ranks'}"
+            show(f"{what}{'' if device == 'cpu' else ' on GPUs'}: {plan.layout.text()}")
         task = ProofTask(
             plan=plan,
             spec=spec,
@@ -182,11 +206,11 @@ def run_proof(
         bounds = tolerances(precision, own_error, max(truth.losses))
         if simulated:
             return simulated_verdict(plan, execute(_simulated, 1, work)[0], bounds)
-        proofs: list[RankProof] = execute(_proof_rank, plan.world_size, work)
+        proofs: list[RankProof] = run_ranks(_proof_rank, plan.world_size, work, device)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     tied = {t.name: t.tied_to for t in spec.tensors() if t.tied_to is not None}
-    result = verdict(plan, truth, proofs, bounds, tied)
+    result = verdict(plan, truth, proofs, bounds, tied) | {"device": device}
     if draws_alike(spec):
         result["notes"] = [f"dropout {spec.dropout:g} is on: the same masks in every layout"]
     elif rests := layout_dependent(spec):
@@ -228,17 +252,21 @@ def prove_command(
     ladder: bool = False,
     resume: bool = False,
     resume_layout: str | None = None,
+    device: str = "auto",
     json_output: bool = False,
     out: str | None = None,
     show: Show | None = None,
 ) -> dict[str, Any]:
     """Return the verdict of a proof from a run file or a model; writes it to ``out`` when given.
 
+    ``device``: "cpu", "cuda" or "auto", which takes GPUs where each rank of the layout can have one.
+
     Raises:
         MeshwrightError: every Problem of the input; E900 for what later work brings.
     """
     show = show or (lambda line: None)
-    problems = contract.missing()
+    wanted = replace(parse_layout(layout), precision=precision or "fp64")
+    problems = contract.missing(pipeline=wanted.pp > 1)
     if resume and ladder:
         found, do = "--resume with --ladder", "prove them one after the other"
         problems.append(problem("E864", where="meshwright prove", found=found, do=do))
@@ -251,7 +279,6 @@ def prove_command(
     chosen = run.adapter.spec() if run is not None else None
     spec = adapted(spec, parse_adapter(adapter) if adapter is not None else chosen)
     refuse(missing_peft() if spec.adapter is not None else [], ExitCode.ENVIRONMENT)
-    wanted = replace(parse_layout(layout), precision=precision or "fp64")
     length = seq_len or min(DEFAULT_SEQ_LEN, spec.max_position_embeddings)
     optimizer = run.optimizer if run is not None else ProofOptimizer()
     max_norm = run.clip.max_norm if run is not None else 1.0
@@ -277,7 +304,8 @@ def prove_command(
 
     def prove(layout: Layout, simulated: bool = False) -> dict[str, Any]:
         plan = plan_for(layout, global_batch, simulated)
-        return run_proof(plan, spec, simulated=simulated, **settings)
+        ranks_on = "cpu" if simulated else proof_device(device, plan.world_size)
+        return run_proof(plan, spec, simulated=simulated, device=ranks_on, **settings)
 
     if resume:
         result = _prove_resume(

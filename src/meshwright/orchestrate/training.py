@@ -74,7 +74,7 @@ def prepare(
     Raises:
         MeshwrightError: everything that is illegal, not built or does not match, at once.
     """
-    refuse(contract.missing(), ExitCode.ENVIRONMENT)
+    refuse(contract.missing(pipeline=False), ExitCode.ENVIRONMENT)
     text = layout if layout is not None else run.layout_text
     spec = _readable(run, plan_path, text)
     facts = torchrun_facts()
@@ -137,6 +137,7 @@ def prepare(
             cluster_name=cluster.name if cluster is not None else "",
         )
     assert plan is not None
+    refuse(contract.missing(pipeline=plan.layout.pp > 1), ExitCode.ENVIRONMENT)
     if plan.prediction is None and cluster is not None:
         plan, unpriced = _priced(plan, spec, cluster)
         warnings += unpriced
@@ -233,6 +234,11 @@ def _nothing(_: str) -> None:
 def device_type() -> str:
     """Return where ranks run: "cuda" where torch sees a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def threads_of_rank(num_ranks: int) -> int:
+    """Return torch's threads of a local rank: one on a CPU, whose cores are shared; its part of them beside a GPU."""
+    return 1 if device_type() == "cpu" else max(1, (os.cpu_count() or 1) // num_ranks)
 
 
 def _fixed(packed: bool) -> str:
@@ -474,6 +480,7 @@ def _train(
             on_line=show,
             log_dir=folder / "logs",
             preload=("transformers",) if spec.adapter is None else ("transformers", "peft"),
+            threads=threads_of_rank(plan.world_size),
             stop_grace_s=run.run.grace_s,
         )
     except MeshwrightError as error:
@@ -485,7 +492,7 @@ def _train(
                 file.write_bytes(content)
         raise
     summaries = results[0]
-    measurement = measure(plan, spec, summaries)
+    measurement = measure(plan, spec, summaries, ready.cluster)
     prediction = plan.prediction
     first = summaries[0]
     record |= {
@@ -607,8 +614,13 @@ def _announce(plan: Plan, spec: ModelSpec) -> list[str]:
     ]
 
 
-def measure(plan: Plan, spec: ModelSpec, summaries: list[RankSummary]) -> Measurement | None:
-    """Return the run's Measurement, or None when no step was timed (a run of one or two steps)."""
+def measure(
+    plan: Plan, spec: ModelSpec, summaries: list[RankSummary], cluster: ClusterSpec | None
+) -> Measurement | None:
+    """Return the run's Measurement, or None when no step was timed (a run of one or two steps).
+
+    Its MFU is against the peak of the cluster's device in the layout's precision, where that is known.
+    """
     times = summaries[0].step_times_s
     if not times:
         return None
@@ -623,12 +635,14 @@ def measure(plan: Plan, spec: ModelSpec, summaries: list[RankSummary]) -> Measur
     flops = flops_per_token(spec, plan.batch.seq_len).causal * tokens
     ranks = tuple(RankRecord(rank=s.rank, stage=s.stage, memory=s.memory) for s in summaries)
     worst = max(ranks, key=lambda r: r.peak_memory_bytes)
+    achieved = flops / step_time / plan.world_size
+    peak = cluster.device.peak_flops.get(plan.layout.precision) if cluster is not None else None
     spread = quantiles(times, n=10)[-1] - quantiles(times, n=10)[0] if len(times) > 1 else 0.0
     return Measurement(
         step_time_s=step_time,
         tokens_per_s_per_gpu=tokens / step_time / plan.world_size,
-        model_tflops_per_gpu=flops / step_time / plan.world_size / 1e12,
-        mfu_pct=None,
+        model_tflops_per_gpu=achieved / 1e12,
+        mfu_pct=100.0 * achieved / peak.value if peak is not None else None,
         flops_convention="causal",
         bubble_share_of_total=0.0 if plan.layout.pp == 1 else None,
         memory=worst.memory,

@@ -46,9 +46,13 @@ class Float64Throughout(TorchFunctionMode):
 
 
 def forward_context(table: PrecisionTable, device_type: str) -> AbstractContextManager[object]:
-    """Return the context of a forward: autocast where the table says so, float64 kept as it is, else nothing."""
+    """Return the context of a forward: autocast where the table says so, float64 kept as it is, else nothing.
+
+    Autocast's cache of cast weights is off: each weight is used once in a forward, and a cache would keep the casts of
+    all blocks until the forward ends (2 bytes per parameter), also of those that are recomputed.
+    """
     if table.compute == "fp64":
         return Float64Throughout()
     if table.autocast:
-        return torch.autocast(device_type, dtype=dtype_of(table.compute))
+        return torch.autocast(device_type, dtype=dtype_of(table.compute), cache_enabled=False)
     return nullcontext()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ class Zero:
         self.before_backward(last=last)
         state = self.root._get_fsdp_state()
         for inner in reversed(state._state_ctx.all_states):
-            for group in reversed(inner._fsdp_param_groups):
+            for group in reversed(_param_groups(inner)):
                 group.post_backward()
         state._root_post_backward_final_callback()
 
@@ -87,7 +88,7 @@ class Zero:
         found: list[Tensor] = []
         for module in self.root.modules():  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(module, FSDPModule):
-                for group in module._get_fsdp_state()._fsdp_param_groups:
+                for group in _param_groups(module._get_fsdp_state()):
                     if group._partial_reduce_output is not None:
                         found.append(group._partial_reduce_output)
                     for param in group.fsdp_params:
@@ -148,3 +149,11 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(float(mesh.size()) if average else 1.0)
     return Zero(root, stage)
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """Return the groups of parameters that one FSDP2 unit gathers together; before torch 2.12 a unit had one or none."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

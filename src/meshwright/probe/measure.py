@@ -27,9 +27,13 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """How much to measure. ``show`` takes progress lines where the rank is this process, else they are printed."""
+    """How much to measure, on ranks of ``device`` ("cpu" or "cuda").
+
+    ``show`` takes progress lines where the rank is this process, else they are printed.
+    """
 
     quick: bool
+    device: str = "cpu"
     show: Callable[[str], None] | None = None
 
     @property
@@ -56,7 +60,17 @@ class Request:
 
     @property
     def matmul_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """(m tokens, k, n) of the projections of small to medium blocks."""
+        """(m tokens, k, n) of the projections of blocks: small to medium ones on a CPU, 0.5B to 70B on a GPU."""
+        if self.device == "cuda":
+            small = ((512, 1024, 1024), (2048, 2048, 2048), (4096, 2048, 8192), (8192, 4096, 4096))
+            large = (
+                (8192, 8192, 2048),
+                (8192, 4096, 14336),
+                (8192, 14336, 4096),
+                (16384, 8192, 8192),
+                (4096, 4096, 65536),
+            )
+            return small if self.quick else (*small, *large)
         shapes = (
             (128, 64, 64),
             (256, 64, 256),
@@ -68,8 +82,25 @@ class Request:
         return shapes if self.quick else (*shapes, (1024, 1024, 1024), (2048, 1024, 4096), (2048, 4096, 1024))
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes of one operand of the memory measurement: beyond every cache of the device."""
+        if self.device == "cuda":
+            return (256 if self.quick else 1024) * MIB
+        return (4 if self.quick else 16) * MIB
+
+    @property
+    def updated_elements(self) -> int:
+        """Elements of each of two tensors that the optimizer measurement updates."""
+        if self.device == "cuda":
+            return (16 if self.quick else 64) * MIB
+        return (1 if self.quick else 4) * MIB
+
+    @property
     def attention_shapes(self) -> tuple[tuple[int, int, int, int], ...]:
         """(batch, heads, seq, head_dim)."""
+        if self.device == "cuda":
+            usual = ((4, 16, 2048, 64), (1, 32, 4096, 128))
+            return usual if self.quick else (*usual, (4, 32, 2048, 128), (1, 32, 16384, 128))
         shapes = ((2, 4, 128, 16), (2, 4, 256, 64))
         return shapes if self.quick else (*shapes, (1, 8, 1024, 64))
 
@@ -173,7 +204,7 @@ class _Probe:
 
     def memory(self) -> tuple[float, float]:
         """Return bytes/s (read + written) of a copy, and of an elementwise operation that allocates its result."""
-        count = (4 if self.request.quick else 16) * MIB // 4
+        count = self.request.copied_bytes // 4
         source, target = self.empty(count), self.empty(count)
         copy_s = self.rate(lambda: target.copy_(source))
         elementwise_s = self.rate(lambda: source * 2.0)
@@ -207,7 +238,7 @@ class _Probe:
             return self.rate(torch.optim.AdamW(tensors, lr=1e-6, fused=True).step)
 
         small_s = step_s(64, 64) / 64
-        numel = (1 if self.request.quick else 4) * MIB
+        numel = self.request.updated_elements
         large_s = max(step_s(2, numel) - 2 * small_s, 1e-9)
         return 2 * numel * 16 / large_s, small_s
 

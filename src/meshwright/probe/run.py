@@ -31,7 +31,7 @@ def run_probe(nproc: int, quick: bool, show: Callable[[str], None]) -> dict[str,
 
     local = nproc if facts is None else facts.local_world_size
     device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "cpu"
-    request = Request(quick=quick, show=None if facts is None else show)
+    request = Request(quick=quick, device=device, show=None if facts is None else show)
     results = run_local(
         measure,
         nproc,

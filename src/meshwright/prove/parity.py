@@ -58,7 +58,7 @@ def local_slice(full: Tensor, like: Tensor) -> Tensor:
 
 def diff(value: Tensor, reference: Tensor) -> TensorDiff:
     """Compare two local tensors of one shape in float64."""
-    v, r = value.detach().double(), reference.double()
+    v, r = value.detach().double().cpu(), reference.double()
     if v.numel() == 0:
         return TensorDiff(0.0, 0.0, 0.0, 0.0, True)
     return TensorDiff(

@@ -60,6 +60,7 @@ class Recipe:
     max_norm: float | None
     rows_at_once: int
     adapter: AdapterSpec | None = None
+    device: str = "cpu"
     reverse_rows: bool = False
     """Take the rows of the batch in reverse order: the control that shows what summation order alone does."""
 
@@ -74,7 +75,7 @@ def run_reference(
     """Train on ``batches`` on one device and save what every step computed; Returns the Reference."""
     fp64 = recipe.precision == "fp64"
     dtype = torch.float64 if fp64 else torch.float32
-    model = build_model(recipe.config, seed=recipe.seed, dtype=dtype, weights=weights)
+    model = build_model(recipe.config, seed=recipe.seed, dtype=dtype, weights=weights).to(recipe.device)
     # Without dropout nothing else of a model is drawn at random; with it the masks are those of the layouts.
     dropout = Dropout(recipe.seed) if draws_alike(spec) else None
     if dropout is None:
@@ -101,6 +102,7 @@ def run_reference(
         rows_G = torch.arange(inputs_GT.shape[0])
         if recipe.reverse_rows:
             inputs_GT, labels_GT, rows_G = inputs_GT.flip(0), labels_GT.flip(0), rows_G.flip(0)
+        inputs_GT, labels_GT = inputs_GT.to(recipe.device), labels_GT.to(recipe.device)
         optimizer.zero_grad()
         valid = int((labels_GT != -100).sum())
         # The routers' term is one of each sequence: transformers' own number of a batch of one.
@@ -113,7 +115,7 @@ def run_reference(
             context = (
                 Float64Throughout()
                 if fp64
-                else torch.autocast("cpu", dtype=dtype_of(recipe.precision), enabled=autocast)
+                else torch.autocast(recipe.device, dtype=dtype_of(recipe.precision), enabled=autocast)
             )
             with context:
                 out = model(input_ids=x_BT, use_cache=False, **routed)
@@ -129,14 +131,14 @@ def run_reference(
         norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt().item()
         losses.append(loss)
         norms.append(norm)
-        kept = {f"gradient/{n}": g.clone() for n, g in gradients.items()}
+        kept = {f"gradient/{n}": g.clone().cpu() for n, g in gradients.items()}
         if recipe.max_norm is not None and norm > recipe.max_norm:
             for g in gradients.values():
                 g.mul_(recipe.max_norm / norm)
         for group in optimizer.param_groups:
             group["lr"] = recipe.rates[k]
         optimizer.step()
-        kept |= {f"weight/{n}": p.detach().clone() for n, p in params.items()}
+        kept |= {f"weight/{n}": p.detach().clone().cpu() for n, p in params.items()}
         save_file(kept, str(Path(folder) / f"step-{k}.safetensors"))
         gradient_max.append({n: kept[f"gradient/{n}"].abs().max().item() for n in gradients})
         weight_max.append({n: kept[f"weight/{n}"].abs().max().item() for n in params})

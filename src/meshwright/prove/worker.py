@@ -69,10 +69,10 @@ class RankProof:
     placement: dict[str, Any]
 
 
-def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof:
+def prove_rank(rank: int, task: ProofTask, at: Callable[..., None], device_type: str = "cpu") -> RankProof:
     """Run all steps of ``task`` on this rank. ``at(step=..., action=...)`` reports where it is."""
     plan, spec = task.plan, task.spec
-    view = build_mesh(plan.layout, rank, tied=needs_tied_group(plan, spec))
+    view = build_mesh(plan.layout, rank, device_type, tied=needs_tied_group(plan, spec))
     at(coordinates=" ".join(f"{a}={c}" for a, c in view.coords.items()), step=0, action="build")
     model = apply_plan(
         plan,
@@ -114,6 +114,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof
     order_matches = True
     for k, (inputs_GT, labels_GT) in enumerate(task.batches):
         at(step=k + 1, action="start")
+        rows_of = inputs_GT[rows].to(view.device), labels_GT[rows].to(view.device)
         file = Path(task.reference.folder) / f"step-{k}.safetensors"
         found: dict[str, TensorDiff] = {}
 
@@ -136,9 +137,9 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None]) -> RankProof
         }
         if context is not None:
             with context:
-                result = train_step(model, optimizer, inputs_GT[rows], labels_GT[rows], **arguments)
+                result = train_step(model, optimizer, *rows_of, **arguments)
         else:
-            result = train_step(model, optimizer, inputs_GT[rows], labels_GT[rows], **arguments)
+            result = train_step(model, optimizer, *rows_of, **arguments)
         losses.append(result.loss)
         norms.append(result.grad_norm)
         gradients.append(found)

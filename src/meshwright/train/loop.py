@@ -36,7 +36,7 @@ from meshwright.train.guards import (
     spike_problem,
 )
 from meshwright.train.keep import RESUMED, Keeper, check_resumed
-from meshwright.train.memory import resting_bytes, watch_step
+from meshwright.train.memory import begin_peak, resting_bytes, watch_step, with_allocator
 from meshwright.train.metrics import RunLog
 from meshwright.train.offload import close_optimizer, make_optimizer
 from meshwright.train.optim import Rate
@@ -229,10 +229,12 @@ class _Session:
         }
         if not traced:
             return train_step(self.model, self.optimizer, inputs, labels, **arguments)
+        device = self.model.view.device
+        begin_peak(device)
         with watch_step(self.model, self.optimizer, (inputs, labels)) as counter:
             result = train_step(self.model, self.optimizer, inputs, labels, **arguments)
         if not result.asked:
-            self.memory = counter.memory()
+            self.memory = with_allocator(counter.memory(), device)
         return result
 
     def _guard(self, step: int, result: StepResult, batch: Batch, data_s: float) -> None:

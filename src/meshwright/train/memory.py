@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -168,6 +169,26 @@ class LiveBytes(TorchDispatchMode):
             activations=at.get("activations", 0),
             working=at.get("working", 0) + at.get("batch", 0),
         )
+
+
+def begin_peak(device: torch.device) -> None:
+    """Let the caching allocator of a GPU begin a new peak; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def with_allocator(memory: MemoryBytes, device: torch.device) -> MemoryBytes:
+    """Return ``memory`` up to the peak of the caching allocator since ``begin_peak``; the same on a CPU.
+
+    What the allocator gave beyond the counted tensors (blocks rounded up, memory that kernels use inside) is "working";
+    what the device holds beside the allocator's reserved memory (context, communicators, other processes) is outside.
+    """
+    if device.type != "cuda":
+        return memory
+    beyond = torch.cuda.max_memory_allocated(device) - memory.total
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
+    return replace(memory, working=max(0, memory.working + beyond), outside_allocator=max(0, outside))
 
 
 @contextmanager
