@@ -139,7 +139,7 @@ def run_proof(
     show: Show,
     fault: Fault | None = None,
     batches: Sequence[TokenBatch] | None = None,
-    execute: Execute = _on_local_ranks,
+    execute: Execute | None = None,
     simulated: bool = False,
     device: str = "cpu",
 ) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def run_proof(
 
     ``simulated``: the plan has a tensor axis alone, whose shards all run in one process, for the first step.
     ``device``: of the ranks, and of the one device whose own error in a low precision bounds theirs. The float64
-    reference is always computed on the CPU.
+    reference is always computed on the CPU. ``execute`` runs the ranks in another way than as new local processes.
 
     Raises:
         MeshwrightError: when a rank fails.
@@ -174,7 +174,8 @@ def run_proof(
             return run_ranks(_reference_rank, 1, work, recipe.device)[0]
 
         def run_ranks(worker: Callable[[RankFacts, Any], Any], nproc: int, work: _Work, on: str) -> list[Any]:
-            return execute(worker, nproc, work) if on == "cpu" else _on_local_gpus(worker, nproc, work)
+            local = _on_local_ranks if on == "cpu" else _on_local_gpus
+            return (execute or local)(worker, nproc, work)
 
         show(f"one device, float64: {steps} steps of {batch.global_batch} x {batch.seq_len} tokens")
         truth = reference("fp64", recipe)
@@ -205,7 +206,7 @@ def run_proof(
         work = _Work(recipe=None, task=task, spec=spec, batches=data, folder=folder)
         bounds = tolerances(precision, own_error, max(truth.losses))
         if simulated:
-            return simulated_verdict(plan, execute(_simulated, 1, work)[0], bounds)
+            return simulated_verdict(plan, run_ranks(_simulated, 1, work, "cpu")[0], bounds)
         proofs: list[RankProof] = run_ranks(_proof_rank, plan.world_size, work, device)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
