@@ -25,7 +25,7 @@ GROUPS: dict[str, tuple[tuple[str, str], tuple[str, ...]]] = {
     "zero2": (("dp=2,zero=2", "engine"), ("deepspeed-z2",)),
     "zero3": (("dp=2,zero=3", "loop"), ("torch-fsdp2", "accelerate-fsdp2", "deepspeed-z3")),
     "zero3-hf": (("dp=2,zero=3", "engine"), ("accelerate-fsdp2-hf", "hf-trainer-fsdp2")),
-    "tp": (("tp=2", "engine"), ("torch-tp", "megatron-tp")),
+    "tp": (("tp=2,sp=off", "engine"), ("torch-tp", "megatron-tp")),
     "pp": (("pp=2", "engine"), ("torch-pp",)),
 }
 """Our layout and way, and the peers that do the same."""
