@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.cost.collective import Floats
+from meshwright.cost.replay import Moment
 from meshwright.cost.rows import Rows
 from meshwright.cost.slots import Slot
 
@@ -146,3 +147,34 @@ def chunks_held(rows: Rows, slot: Slot, m: Floats) -> tuple[Floats, Floats]:
     turns = np.floor(total / (p * v))
     split = turns[:, :, None] * p + np.clip((total - turns * p * v)[:, :, None] - chunk * p, 0.0, p)
     return total, split
+
+
+def split_moments(rows: Rows, slot: Slot, m: Floats) -> tuple[Moment, ...]:
+    """Return moments of schedules with split backwards, of which one is a rank's fullest; arrays are [layouts, ...].
+
+    ZB-H1 on rank r > 0 holds p micro-batches, r + 1 of them between their halves. ZB-V keeps p of each of its stages, of
+    the second all between their halves and of the first r + 1. DualPipeV splits with one first stage less than it holds
+    at most. The first stage's backward is whole. Source: the rows themselves (a test compares them).
+    """
+    p = float(slot.pp)
+    rank = slot.ranks_last.astype(np.float64)[None, :]
+    first = slot.ranks_first.astype(np.float64)[None, :]
+    mm = m[:, None]
+    later = np.broadcast_to(first > 0, (len(rows), first.shape[1])).astype(np.float64)
+    late = np.minimum(mm, rank + 1.0) * later
+    if slot.chunks == 1:
+        held = np.broadcast_to(np.minimum(mm, p), later.shape)
+        return (Moment(half=later, held=held[:, :, None], waiting=late[:, :, None]),)
+    dual = rows.flag("schedule", "dualpipev")[:, None]
+    near = np.minimum(mm, np.where(dual, 2.0 * p - first, p))
+    far = np.minimum(mm, np.where(dual, first + 1.0, p))
+    whole = np.stack((near, far), axis=2)
+    started = np.where(dual & (first < p - 1.0), near - 1.0, near)
+    split = Moment(
+        half=np.ones_like(later),
+        held=np.stack((started, far), axis=2),
+        waiting=np.stack((np.where(dual, 0.0, late), np.where(dual, 1.0, far)), axis=2),
+    )
+    if not dual.any():
+        return (split,)
+    return split, Moment(half=np.zeros_like(later), held=whole, waiting=np.zeros_like(whole))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.collective import Floats, GroupShape, strided_shape
-from meshwright.cost.memory import StageLoad, outside_allocator, peak_memory
+from meshwright.cost.memory import StageLoad, fullest, outside_allocator, peak_memory
 from meshwright.cost.offload import exposed_seconds, is_away, travel_seconds
 from meshwright.cost.pieces import (
     COMPUTE_BYTES,
@@ -31,7 +31,7 @@ from meshwright.cost.pieces import (
     unit_size,
     work_key,
 )
-from meshwright.cost.replay import held_at_peak, makespans
+from meshwright.cost.replay import makespans, moments
 from meshwright.layout.batch import Batch
 from meshwright.layout.context import local_length
 from meshwright.layout.cut import resolve_cut
@@ -483,8 +483,7 @@ def columns(
             owed[r] = over_ranks(once[r], played).max()
             optimizer[r] = over_ranks(update[r], played).max()
             offload[r] = over_ranks(travel[r], played).max()
-            held, sums = held_at_peak(played)
-            peak[r] = peak_memory(rank_load(load, r, played, held, sums), outside[r : r + 1])["peak"].max()
+            peak[r] = rank_peaks(load, r, played, outside[r : r + 1])["peak"].max()
     step = makespan * shared + owed + optimizer + offload + other
     return Columns(
         layouts=tuple(layouts),
@@ -534,32 +533,40 @@ def over_ranks(values: Floats, schedule: Schedule) -> Floats:
     return out
 
 
-def rank_load(load: StageLoad, row: int, schedule: Schedule, held: Floats, in_flight: Floats) -> StageLoad:
-    """Return what each pipeline rank holds, [1, ranks], of the stages of layout ``row``.
-
-    ``held`` and ``in_flight`` are what ``replay.held_at_peak`` says of the schedule.
-    """
+def rank_peaks(load: StageLoad, row: int, schedule: Schedule, outside: Floats) -> dict[str, Floats]:
+    """Return bytes by category of each pipeline rank, [1, ranks], at its peak, from the stages of layout ``row``."""
     owns: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
     for stage, rank in enumerate(schedule.stage_ranks):
         owns[rank].append(stage)
     names = {f.name for f in fields(StageLoad)}
     one = replace(load, **{n: getattr(load, n)[row : row + 1, : schedule.num_stages] for n in names})
-    return over_owned(one, np.array(owns, dtype=np.intp), held[None], in_flight[None])
+    index = np.array(owns, dtype=np.intp)
+    halves = np.full(1, float(any(a.kind is ActionKind.INPUT_GRAD for a in schedule.rows[0])))
+    found = [
+        peak_memory(over_owned(one, index, x.held[None], x.waiting[None], x.half[None], halves), outside)
+        for x in moments(schedule)
+    ]
+    return fullest(found)
 
 
-def over_owned(load: StageLoad, owns: NDArray[np.intp], held: Floats, in_flight: Floats) -> StageLoad:
-    """Return what each rank holds, [layouts, ranks], of the stages (or runs of them) that it owns.
+def over_owned(
+    load: StageLoad, owns: NDArray[np.intp], held: Floats, waiting: Floats, half: Floats, halves: Floats
+) -> StageLoad:
+    """Return what each rank holds at a moment, [layouts, ranks], of the stages (or runs of them) that it owns.
 
     Parameters and messages add over a rank's stages, the largest unit is the largest of any. Activations and weight
-    casts are the mean over the chunks that are held at the rank's fullest moment.
+    casts are the mean over the chunks that are held then.
 
     Args:
         load: of the stages, [layouts, stages].
         owns: [ranks, chunks] the stages of each rank.
-        held: [layouts, ranks, chunks] micro-batches of each stage that are held at the rank's fullest moment.
-        in_flight: [layouts, ranks] their sum at that moment.
+        held: [layouts, ranks, chunks] micro-batches of each stage that are held at that moment.
+        waiting: the same of those whose input half is done.
+        half: [layouts, ranks] 1 where a rank is in a half of a backward.
+        halves: [layouts] 1 where the schedule splits backwards.
     """
-    total = np.maximum(held.sum(axis=2), 1.0)
+    in_flight = held.sum(axis=2)
+    total = np.maximum(in_flight, 1.0)
     end = load.full.shape[1] - 1
 
     def added(values: Floats) -> Floats:
@@ -580,8 +587,15 @@ def over_owned(load: StageLoad, owns: NDArray[np.intp], held: Floats, in_flight:
         f.name: (added if f.name in sums else mean if f.name in means else largest)(getattr(load, f.name))
         for f in fields(StageLoad)
     }
-    losses = np.where(owns[None] == end, held, 0.0).sum(axis=2)
-    return StageLoad(**out | {"in_flight": in_flight, "losses": losses})
+    at_end = owns[None] == end
+    done = np.where(at_end, waiting, 0.0).sum(axis=2)
+    # the micro-batch in whose half the rank is had its loss to do when that half began
+    losses = np.where(at_end, held, 0.0).sum(axis=2) - done + half * (done > 0)
+    out |= {n: np.where(losses > 0, out[n], 0.0) for n in ("logits", "final")}
+    out |= {"in_flight": in_flight, "losses": losses}
+    out["captured"] = np.where(at_end, load.captured[:, owns], 0.0).sum(axis=2)
+    out["waits"] = (load.captured[:, owns] * waiting).sum(axis=2)
+    return StageLoad(**out | {"half": half, "halves": np.broadcast_to(halves[:, None], half.shape)})
 
 
 def _kind_counts(pricer: Pricer, cut: Sequence[int]) -> Floats:
@@ -700,6 +714,11 @@ def stage_load(
         reduce=np.full(shape, float(STATE_BYTES[pricer.precision])),
         autocast=wide(sizes.autocast),
         away=wide(sizes.away),
+        captured=per_stage("captured"),
+        waits=np.zeros(shape),
+        half=np.zeros(shape),
+        halves=np.zeros(shape),
+        edge=worst("edge"),
     )
 
 

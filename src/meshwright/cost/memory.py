@@ -8,17 +8,22 @@ beside the root unit, which is gathered around all blocks. Stage 1 keeps whole g
 until the last backward when it accumulates; stages 2 and 3 keep shards, and one unit's whole gradients
 with the buffer that is reduce-scattered.
 
+Where a schedule splits a backward, a micro-batch keeps from its input half to its weight half all that its forward saved
+(but the log-softmax) and the gradient of every output that a weight had a part in. Weight halves add to whole gradients
+of all of a stage's units, which are reduced together behind them. The first stage's input half does nothing.
+
 All quantities are NumPy columns (one element per layout and stage), so one formula serves a single
 prediction and a whole search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.base.records import MemoryBytes
 from meshwright.cost.collective import Floats
@@ -63,6 +68,12 @@ class StageLoad:
         storage, compute, reduce: bytes per element at rest, computing, and when reduced.
         autocast: 1 where weights are cast by autocast (zero = 0 in 16 bit), else 0.
         away: 1 where the optimizer's state rests away from the device, else 0.
+        captured: bytes that a micro-batch keeps between the halves of its backward beside ``activations``; of a rank:
+            the one whose input half ends.
+        waits: bytes that all micro-batches between their halves keep so.
+        half: 1 where the rank is in a half of a backward, else 0.
+        halves: 1 where its schedule splits backwards, else 0.
+        edge: bytes of gradients of activations at the end of a backward.
     """
 
     zero: Floats
@@ -92,6 +103,11 @@ class StageLoad:
     reduce: Floats
     autocast: Floats
     away: Floats
+    captured: Floats
+    waits: Floats
+    half: Floats
+    halves: Floats
+    edge: Floats
 
 
 def peak_memory(load: StageLoad, outside: Floats) -> dict[str, Floats]:
@@ -132,7 +148,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
             0.0,
         ),
     )
-    acts = x.in_flight * x.activations
+    acts = x.in_flight * x.activations + x.waits
     # every other micro-batch in flight keeps its log-softmax, or the gradients that a chunked loss made
     kept_logits = x.kept_loss * np.maximum(x.losses - 1.0, 0.0)
     chunked = x.chunked > 0
@@ -147,7 +163,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         "parameters": parameters,
         "gradients": held,
         "optimizer": optimizer,
-        "activations": acts,
+        "activations": acts - x.half * x.captured,
         "logits": np.where(chunked, CHUNK_LOGITS_BYTES * x.logits + x.kept_loss, LOSS_LOGITS_BYTES * x.logits)
         + kept_logits,
         "working": casts * x.in_flight + forward_units + x.boundary + stale,
@@ -190,21 +206,24 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     }
     # the end of backward: this micro-batch's activations are gone, the root unit is reduced
     last = np.where(sharded, gradient_shards, held)
+    swept = np.where(
+        sharded,
+        (x.compute + x.reduce) * x.root_trainable + x.reduce * x.block_trainable,
+        wide * x.tensor,
+    )
+    # weight gradients that a split backward adds by hand stay whole until all of a stage's units are reduced
+    whole = x.compute * x.trainable + 2.0 * x.reduce * x.block_trainable
     end = {
         "parameters": rest
         + np.where(three, x.compute * x.root, 0.0)
         + np.where(sharded & ~three, x.compute * x.root, 0.0),
         "gradients": last,
         "optimizer": optimizer,
-        "activations": acts - x.activations,
+        "activations": acts - x.activations - x.half * x.captured,
         "logits": kept_logits,
         "working": casts * (x.in_flight - 1.0)
         + x.boundary
-        + np.where(
-            sharded,
-            (x.compute + x.reduce) * x.root_trainable + x.reduce * x.block_trainable,
-            wide * x.tensor,
-        ),
+        + np.where(sharded & (x.halves > 0), np.maximum(swept, whole), swept),
     }
     # the update itself matters only where state comes for it: pieces of at most the largest tensor, two at a time
     share = x.trainable_resting / np.maximum(x.trainable, 1.0)  # of a tensor, on one rank of its shard group
@@ -218,7 +237,30 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         "logits": none,
         "working": none,
     }
-    return [loss, head, block, end, update]
+    if not x.half.any():
+        return [loss, head, block, end, update]
+    # the end of an input half, and the start of a weight half: nothing of this micro-batch is freed
+    unfinished = np.where((x.logits > 0) & ~chunked, x.kept_loss, 0.0)
+    always = {"parameters": parameters, "gradients": held, "optimizer": optimizer, "activations": acts}
+    around = casts * x.in_flight + backward_units + x.boundary + stale
+    inputs = always | {"logits": kept_logits + unfinished, "working": around + x.edge}
+    unit = np.where(sharded, x.compute * x.block_trainable, wide * x.tensor)
+    weights = always | {"logits": kept_logits, "working": around + unit}
+    full = [_only(x.half < 1, moment) for moment in (head, block)]
+    return [loss, *full, end, update, *(_only(x.half > 0, moment) for moment in (inputs, weights))]
+
+
+def _only(rows: NDArray[np.bool_], moment: dict[str, Floats]) -> dict[str, Floats]:
+    """Return a moment that only ``rows`` have; the others hold nothing then."""
+    return {name: np.where(rows, values, 0.0) for name, values in moment.items()}
+
+
+def fullest(moments: Sequence[dict[str, Floats]]) -> dict[str, Floats]:
+    """Return each element's bytes by category from the moment, of several of ``peak_memory``, with the highest peak."""
+    at = np.argmax(np.stack([m["peak"] for m in moments]), axis=0)[np.newaxis]
+    return {
+        name: np.take_along_axis(np.stack([m[name] for m in moments]), at, axis=0)[0] for name in moments[0]
+    }
 
 
 def outside_allocator(groups: Floats, *, is_cpu: bool) -> Floats:

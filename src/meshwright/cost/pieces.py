@@ -93,7 +93,8 @@ class Work:
     ``tensor``, ``context`` and ``expert`` are seconds of communication in forward + backward; ``recompute`` is
     the extra forward. ``kept`` bytes stay until backward, ``again`` are alive while recomputing, ``transient``
     are gradients of activations. ``final`` is the part of ``kept`` that is gone before a block's backward, and
-    ``loss`` what the loss keeps of a micro-batch between its forward and its backward.
+    ``loss`` what the loss keeps of a micro-batch between its forward and its backward. ``captured`` is what a
+    micro-batch keeps beside ``kept`` between the two halves of a split backward, ``edge`` gradients at a backward's end.
     """
 
     forward: float = 0.0
@@ -107,6 +108,8 @@ class Work:
     transient: float = 0.0
     final: float = 0.0
     loss: float = 0.0
+    captured: float = 0.0
+    edge: float = 0.0
     flops: float = 0.0
 
 
@@ -266,11 +269,14 @@ class Pricer:
             forward += 14 * r.op_s * ratio[0]
             backward += 14 * r.backward_op_s * ratio[1]
             kept_loss = SAVED_LOGITS_BYTES * logits
+            # between the halves of a backward: the gradients of the logits and of the final norm
+            wide = self._residual_bytes(key)
+            captured = (logits * c if trained else 0.0) + tokens * h * wide / (key.tp if key.sp else 1)
             if (
                 loss == "chunked"
             ):  # all of it happens in forward; backward multiplies two gradients by a factor
                 full = self.state_bytes
-                kept_loss = tokens * h * self._residual_bytes(key) + (full * v * h if trained else 0.0)
+                captured = kept_loss = tokens * h * wide + (full * v * h if trained else 0.0)
                 rows = tokens / LOSS_CHUNKS
                 forward = r.matmul_s(rows, h, v) + r.matmul_s(rows, v, h)
                 if trained:
@@ -287,6 +293,7 @@ class Pricer:
                 kept=final,
                 final=final,
                 loss=kept_loss,
+                captured=captured,
                 flops=(6.0 if trained else 4.0) * tokens * h * v,
             )
         return self._ends[slot]
@@ -361,6 +368,8 @@ class Pricer:
             expert=self._expert(block, key, tokens),
             kept=kept,
             again=again,
+            captured=self._captured(block, tokens, key) + again,
+            edge=(4.0 if spec.norm == "rmsnorm" else 2.0) * entry,
             transient=tokens * c * (3.0 * widest / key.tp + 2.0 * spec.hidden_size),
             flops=flops,
         )
@@ -408,6 +417,30 @@ class Pricer:
             # the feed-forward's products are saved by its elementwise operations, the others are not
             both += size if tensor.role in ("mlp_in", "expert_in", "shared_in") else 0.0
         return kept, both
+
+    def _captured(self, block: BlockSpec, tokens: float, key: WorkKey) -> float:
+        """Return the bytes of a block's gradients that a split backward keeps from its input half to its weight half.
+
+        Those are the gradients of the outputs of trainable matrices and norms (measured on torch's pipelining).
+        """
+        a, c, wide = self.spec.attention, self.compute_bytes, self._residual_bytes(key)
+        total = 0.0
+        for tensor in block.tensors:
+            if tensor.is_bias or tensor.name in self.stopped or tensor.role in ("position", "embedding"):
+                continue
+            if tensor.role == "norm":
+                heads = {"q_norm": a.num_heads, "k_norm": a.num_kv_heads}
+                times = next((n for name, n in heads.items() if f".{name}." in tensor.name), 0)
+                across = key.tp if key.sp or times else 1
+                total += tokens * tensor.shape[0] * (c * times if times else wide) / across
+                continue
+            columns = unit_tensor_shape(tensor, a, key.tp, 1)[-1 if self.spec.family == "gpt2" else -2]
+            size = c
+            if tensor.role in ("expert_in", "expert_out"):
+                assert block.moe is not None
+                columns, size = columns * block.moe.experts_per_token, wide
+            total += tokens * columns * size
+        return total
 
     def _residual_bytes(self, key: WorkKey) -> int:
         return 4 if key.autocast else self.compute_bytes

@@ -12,10 +12,9 @@ from meshwright.base.errors import MeshwrightError, problem, refuse
 from meshwright.base.records import MemoryBytes, Prediction, RankRecord, TimeSeconds
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.collective import Floats
-from meshwright.cost.fast import Columns, columns, contention, over_ranks, rank_load
-from meshwright.cost.memory import PEAK_SPREAD, memory_record, peak_memory
+from meshwright.cost.fast import Columns, columns, contention, over_ranks, rank_peaks
+from meshwright.cost.memory import PEAK_SPREAD, memory_record
 from meshwright.cost.pieces import Pricer, make_pricer
-from meshwright.cost.replay import held_at_peak
 from meshwright.cost.shipped import cold_band
 from meshwright.layout.batch import Batch
 from meshwright.layout.layout import Layout
@@ -175,9 +174,7 @@ def _between(cluster: ClusterSpec) -> tuple[str, ...]:
 
 def rank_memory(cols: Columns, schedule: Schedule, row: int = 0) -> list[MemoryBytes]:
     """Return each pipeline rank's memory at its peak with the chunks in flight of its schedule."""
-    found = peak_memory(
-        rank_load(cols.load, row, schedule, *held_at_peak(schedule)), cols.outside[row : row + 1]
-    )
+    found = rank_peaks(cols.load, row, schedule, cols.outside[row : row + 1])
     return [memory_record({name: found[name][0, r] for name in found}) for r in range(schedule.num_ranks)]
 
 

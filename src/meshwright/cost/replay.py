@@ -7,6 +7,7 @@ what it needs has arrived, a send runs beside compute, each half of a backward t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -89,6 +90,69 @@ def _play(schedule: Schedule, forward: Floats, backward: Floats, send: Floats) -
 
 def _cells(row: Sequence[object]) -> list[tuple[ActionKind, int, int]]:
     return [(a.kind, a.stage, a.micro_batch or 0) for a in row]  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A moment at which each rank may be fullest.
+
+    Attributes:
+        half: [ranks] 1 where the rank is in a half of a split backward, else 0.
+        held: [ranks, chunks] micro-batches of each of its stages that are held.
+        waiting: [ranks, chunks] those of them whose input half is done (the one that ends now too).
+    """
+
+    half: Floats
+    held: Floats
+    waiting: Floats
+
+
+def moments(schedule: Schedule) -> tuple[Moment, ...]:
+    """Return moments of which one is each rank's fullest, whatever its stages hold.
+
+    Without split backwards that is the one of ``held_at_peak``. Else it may be any state in a backward that no other
+    state of the rank in as much of a backward exceeds in held or waiting micro-batches.
+    """
+    if all(a.kind is not ActionKind.INPUT_GRAD for row in schedule.rows for a in row):
+        held, _ = held_at_peak(schedule)
+        return (Moment(half=np.zeros(len(held)), held=held, waiting=np.zeros_like(held)),)
+    found = [_states(rank, schedule) for rank in range(schedule.num_ranks)]
+    most = max(len(states) for states in found)
+    rows = np.array([[*states, *states[:1] * (most - len(states))] for states in found], dtype=np.float64)
+    v = (rows.shape[2] - 1) // 2
+    return tuple(
+        Moment(half=rows[:, n, 0], held=rows[:, n, 1 : v + 1], waiting=rows[:, n, v + 1 :])
+        for n in range(most)
+    )
+
+
+def _states(rank: int, schedule: Schedule) -> list[tuple[int, ...]]:
+    """Return (half, held of each chunk, waiting of each chunk) of one rank's backwards that no other state exceeds.
+
+    The first stage does its whole backward in its weight half: nothing of it waits.
+    """
+    owns = [stage for stage, home in enumerate(schedule.stage_ranks) if home == rank]
+    held, waiting = [0] * len(owns), [0] * len(owns)
+    found: set[tuple[int, ...]] = set()
+    for action in schedule.rows[rank]:
+        at = owns.index(action.stage)
+        if action.kind is ActionKind.FORWARD:
+            held[at] += 1
+        elif action.kind is ActionKind.INPUT_GRAD and action.stage == 0:
+            continue
+        elif action.kind is ActionKind.INPUT_GRAD:
+            waiting[at] += 1
+            found.add((1, *held, *waiting))
+        else:
+            split = action.kind is ActionKind.WEIGHT_GRAD and action.stage > 0
+            found.add((int(split), *held, *waiting))
+            held[at] -= 1
+            waiting[at] -= split
+    return sorted(
+        x
+        for x in found
+        if not any(y != x and y[0] == x[0] and all(b >= a for a, b in zip(x, y, strict=True)) for y in found)
+    )
 
 
 def held_at_peak(schedule: Schedule) -> tuple[Floats, Floats]:

@@ -7,11 +7,11 @@ the makespan is an admissible bound (``cost.bounds``) instead of rows played on 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from meshwright.cost.bounds import chunks_held, least_seconds
+from meshwright.cost.bounds import chunks_held, least_seconds, split_moments
 from meshwright.cost.collective import Floats
 from meshwright.cost.fast import (
     SUMMED,
@@ -28,6 +28,7 @@ from meshwright.cost.pieces import Pricer
 from meshwright.cost.rows import Index, Rows
 from meshwright.cost.slots import Slot
 from meshwright.cost.tables import EDGES, SECONDS, SIZES, WORK, Tables
+from meshwright.schedule.generate import SPLIT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +85,7 @@ def sweep(tables: Tables, rows: Rows, slot: Slot) -> Swept:
         length = np.minimum(length, m * mean)
     load = _load(pricer, rows, slot, work, table, m, zero)
     outside = _outside(pricer, rows, slot)[:, None]
-    in_flight, held = chunks_held(rows, slot, m)
-    if slot.chunks == 1:
-        ranks = replace(load, in_flight=in_flight, losses=in_flight)
-    else:
-        ranks = over_owned(load, slot.owns, held, in_flight)
-        ranks = replace(ranks, boundary=ranks.boundary + _sent_in_flight(pricer, rows, slot, m))
-    peak = peak_memory(ranks, outside)["peak"].max(axis=1)
+    peak = _peak(pricer, rows, slot, load, m, outside)
     return Swept(
         forward=forward,
         backward=backward,
@@ -101,6 +96,36 @@ def sweep(tables: Tables, rows: Rows, slot: Slot) -> Swept:
         outside=outside,
         peak=peak,
     )
+
+
+def _peak(pricer: Pricer, rows: Rows, slot: Slot, load: StageLoad, m: Floats, outside: Floats) -> Floats:
+    """Return [rows] bytes of the fullest rank; rows whose schedule splits backwards at each moment that may be it."""
+    in_flight, held = chunks_held(rows, slot, m)
+    if slot.chunks == 1:
+        ranks = replace(load, in_flight=in_flight, losses=in_flight)
+        peak = peak_memory(ranks, outside)["peak"].max(axis=1)
+    else:
+        ranks = over_owned(load, slot.owns, *_whole(held))
+        ranks = replace(ranks, boundary=ranks.boundary + _sent_in_flight(pricer, rows, slot, m))
+        peak = peak_memory(ranks, outside)["peak"].max(axis=1)
+    some = np.flatnonzero(rows.flag("schedule", *SPLIT)) if slot.pp > 1 else np.zeros(0, dtype=np.intp)
+    if not len(some):
+        return peak
+    part = rows.take(some)
+    one = replace(load, **{f.name: getattr(load, f.name)[some] for f in fields(StageLoad)})
+    sent = _sent_in_flight(pricer, part, slot, m[some]) if slot.chunks > 1 else 0.0
+    found: list[Floats] = []
+    for x in split_moments(part, slot, m[some]):
+        ranks = over_owned(one, slot.owns, x.held, x.waiting, x.half, np.ones(len(some)))
+        ranks = replace(ranks, boundary=ranks.boundary + sent)
+        found.append(peak_memory(ranks, outside[some])["peak"].max(axis=1))
+    peak[some] = np.max(np.stack(found), axis=0)
+    return peak
+
+
+def _whole(held: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return what ``over_owned`` is told of a moment outside the halves of a backward."""
+    return held, np.zeros_like(held), np.zeros(held.shape[:2]), np.zeros(len(held))
 
 
 def _over(slot: Slot, values: Floats) -> Floats:
@@ -155,7 +180,7 @@ def _away(pricer: Pricer, rows: Rows, table: Mapping[str, Floats], update: Float
 
 
 def _work(tables: Tables, rows: Rows, slot: Slot, names: tuple[str, ...] = WORK) -> dict[str, Floats]:
-    """Return [rows, stage runs] of each figure of Work, and ``worst_again`` and ``worst_transient`` over blocks."""
+    """Return [rows, stage runs] of each figure of Work, and ``worst_`` of what a block has at a time."""
     at = [n.look(rows) for n in (tables.blocks, tables.embeddings, tables.heads)]
     blocks, embeddings, heads = tables.blocks.figures, tables.embeddings.figures, tables.heads.figures
     assert blocks is not None
@@ -168,7 +193,7 @@ def _work(tables: Tables, rows: Rows, slot: Slot, names: tuple[str, ...] = WORK)
         column[:, 0] += embeddings[:, i][at[1]]
         column[:, -1] += heads[:, i][at[2]]
         out[name] = column
-        if name in ("again", "transient"):
+        if name in ("again", "transient", "edge"):
             most = np.where(slot.counts[None] > 0, blocks[:, i][:, None, :], 0.0).max(axis=2)
             out[f"worst_{name}"] = most[at[0]]
     return out

@@ -520,7 +520,7 @@ def _pipeline(model: ParallelModel, schedule: Schedule) -> Pipeline:
         hidden_size=model.spec.hidden_size,
         wire_dtype=wire,
         loss_dtype=loss,
-        on_action=model.on_action,
+        on_action=lambda action: model.on_action(action),  # who listens may change between steps
         before_forward=None if model.dropout is None else model.dropout.micro_batch,
     )
 

@@ -137,7 +137,9 @@ class LiveBytes(TorchDispatchMode):
         known = self._known.get(storage._cdata)
         if not (base.is_leaf and base.requires_grad) and (known is None or known[0] == "working"):
             self._put(storage._cdata, storage, "activations")
-        return tensor
+        # kept as it is, an operation's own output would hold the node that keeps it: what a split backward has not
+        # visited twice would then live until the next garbage collection
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
     @contextmanager
     def watch(self) -> Iterator[LiveBytes]:
