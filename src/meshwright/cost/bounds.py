@@ -153,8 +153,8 @@ def split_moments(rows: Rows, slot: Slot, m: Floats) -> tuple[Moment, ...]:
     """Return moments of schedules with split backwards, of which one is a rank's fullest; arrays are [layouts, ...].
 
     ZB-H1 on rank r > 0 holds p micro-batches, r + 1 of them between their halves. ZB-V keeps p of each of its stages, of
-    the second all between their halves and of the first r + 1. DualPipeV splits with one first stage less than it holds
-    at most. The first stage's backward is whole. Source: the rows themselves (a test compares them).
+    the second all between their halves and of the first r + 1. DualPipeV splits with one of its first stage less than it
+    holds at most. The first stage's backward is whole. Source: the rows themselves (a test compares them).
     """
     p = float(slot.pp)
     rank = slot.ranks_last.astype(np.float64)[None, :]
@@ -168,13 +168,18 @@ def split_moments(rows: Rows, slot: Slot, m: Floats) -> tuple[Moment, ...]:
     dual = rows.flag("schedule", "dualpipev")[:, None]
     near = np.minimum(mm, np.where(dual, 2.0 * p - first, p))
     far = np.minimum(mm, np.where(dual, first + 1.0, p))
-    whole = np.stack((near, far), axis=2)
-    started = np.where(dual & (first < p - 1.0), near - 1.0, near)
+    # DualPipeV's last rank only splits when it holds few
+    some = np.where(dual & (first == p - 1.0), 0.0, 1.0) * np.ones_like(later)
     split = Moment(
-        half=np.ones_like(later),
-        held=np.stack((started, far), axis=2),
-        waiting=np.stack((np.where(dual, 0.0, late), np.where(dual, 1.0, far)), axis=2),
+        half=some,
+        held=np.stack((np.where(dual, near - some, near), far), axis=2),
+        waiting=np.stack((np.where(dual, 0.0, late), np.where(dual, some, far)), axis=2),
     )
     if not dual.any():
         return (split,)
-    return split, Moment(half=np.zeros_like(later), held=whole, waiting=np.zeros_like(whole))
+    whole = Moment(
+        half=np.where(dual, 0.0, split.half),
+        held=np.where(dual[:, :, None], np.stack((near, far), axis=2), split.held),
+        waiting=np.where(dual[:, :, None], 0.0, split.waiting),
+    )
+    return split, whole

@@ -56,6 +56,9 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 ROUNDS: Final = 2
 """Micro-batches per stage after which 1F1B is periodic."""
+ALL_SPLIT: Final = ("zb-h1", "zbv")
+"""Schedules of which every backward but the first stage's is split; of DualPipeV's few are."""
+
 PLAYED_STAGES: Final = 16
 """Depth up to which a search plays 1F1B; deeper pipelines have its closed form until they are priced exactly."""
 
@@ -404,7 +407,9 @@ def columns(
     gpipe = np.array([layout.schedule == "gpipe" for layout in layouts])
     depth = np.array([float(layout.num_stages) for layout in layouts])
     place = np.arange(stages)[None, :]
-    in_flight = np.where(gpipe[:, None], m[:, None], np.minimum(m[:, None], depth[:, None] - place)) * present
+    late = np.array([layout.schedule == "zb-h1" for layout in layouts])  # holds as many on every rank
+    left = depth[:, None] - np.where(late[:, None], 0, place)
+    in_flight = np.where(gpipe[:, None], m[:, None], np.minimum(m[:, None], left)) * present
 
     def worst(name: str) -> Floats:
         out: Floats = np.where(counts > 0, work[name][key_at][:, None, :], 0.0).max(axis=2)
@@ -434,7 +439,9 @@ def columns(
     memory = {name: value * present for name, value in memory.items()}
 
     overlap = pricer.rates.overlaps
+    splits = np.array([layout.pp > 1 and layout.schedule in ALL_SPLIT for layout in layouts])
     ahead, behind = per_stage("forward"), per_stage("backward")
+    behind = behind + per_stage("split") * (splits[:, None] & (first == 0))
     again, tensor = per_stage("recompute"), per_stage("tensor")
     context, expert = per_stage("context"), per_stage("expert")
     mm = m[:, None]

@@ -43,6 +43,11 @@ CPU_OPS = (9.0, 10.0)
 operation in a tight loop, forward and backward: 0.75 and 2.0 ms a block of a 6-layer Llama of width 128, where the
 loop's were 1.6 and 3.3 us (CPU time on two shared cores)."""
 
+SPLIT_OPS = 3.0
+"""On a CPU a split backward costs this many small operations more for each node of a block: torch's pipelining walks the
+graph in Python to find what belongs to which half. Beside them the gradients in between are written and read once more.
+0.5 to 0.6 ms a block of tiny-llama at 8 tokens, 1.3 ms at 1,024 (CPU time; two halves over the whole: 2.1 to 1.12)."""
+
 PASSES = {"gpu": (2.0, 4.0), "cpu": (5.0, 6.0)}
 """Bytes that elementwise operations move, in multiples of the bytes kept for backward, forward and backward. On a
 GPU a kept tensor is written and about once read in forward, read and its gradient written in backward (assumed); on
@@ -94,7 +99,8 @@ class Work:
     the extra forward. ``kept`` bytes stay until backward, ``again`` are alive while recomputing, ``transient``
     are gradients of activations. ``final`` is the part of ``kept`` that is gone before a block's backward, and
     ``loss`` what the loss keeps of a micro-batch between its forward and its backward. ``captured`` is what a
-    micro-batch keeps beside ``kept`` between the two halves of a split backward, ``edge`` gradients at a backward's end.
+    micro-batch keeps beside ``kept`` between the two halves of a split backward, ``edge`` gradients at the end of a
+    backward, and ``split`` the seconds by which the two halves are longer than the whole.
     """
 
     forward: float = 0.0
@@ -110,6 +116,7 @@ class Work:
     loss: float = 0.0
     captured: float = 0.0
     edge: float = 0.0
+    split: float = 0.0
     flops: float = 0.0
 
 
@@ -346,6 +353,9 @@ class Pricer:
         else:
             forward += CPU_OPS[0] * ops * r.op_s
             backward += CPU_OPS[1] * nodes * r.backward_op_s
+        captured = self._captured(block, tokens, key)
+        # a GPU's host walks the graph while earlier kernels run
+        split = 0.0 if r.overlaps else SPLIT_OPS * nodes * r.backward_op_s + 2.0 * captured / r.copy_rate
         tensor_s = self._tp_pair(key, 2)
         again_s = {"none": 0.0, "full": forward}.get(
             key.recompute, forward - products_s - ahead * share + redone
@@ -368,7 +378,8 @@ class Pricer:
             expert=self._expert(block, key, tokens),
             kept=kept,
             again=again,
-            captured=self._captured(block, tokens, key) + again,
+            captured=captured + again,
+            split=split,
             edge=(4.0 if spec.norm == "rmsnorm" else 2.0) * entry,
             transient=tokens * c * (3.0 * widest / key.tp + 2.0 * spec.hidden_size),
             flops=flops,

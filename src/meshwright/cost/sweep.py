@@ -14,6 +14,7 @@ import numpy as np
 from meshwright.cost.bounds import chunks_held, least_seconds, split_moments
 from meshwright.cost.collective import Floats
 from meshwright.cost.fast import (
+    ALL_SPLIT,
     SUMMED,
     Sizes,
     data_waits,
@@ -59,6 +60,9 @@ def sweep(tables: Tables, rows: Rows, slot: Slot) -> Swept:
     """Return what every row holds and costs; ``slot`` describes the stages that all rows share."""
     pricer = tables.pricer
     work, table = _work(tables, rows, slot), _units(tables, rows, slot)
+    if slot.pp > 1:
+        splits = rows.flag("schedule", *ALL_SPLIT)[:, None] & (slot.first > 0)
+        work["backward"] = work["backward"] + np.where(splits, work["split"], 0.0)
     m, zero = rows.column("accumulation"), rows.column("stage")
     waits = data_waits(
         pricer.rates.overlaps,
@@ -279,7 +283,10 @@ def _load(
     ):  # several stages per rank: what is in flight depends on the rank (``_sent_in_flight``)
         stage_held = np.zeros(shape)
     else:
-        stage_held = np.minimum(m[:, None], slot.pp - slot.first.astype(np.float64)[None, :])
+        late = rows.flag("schedule", "zb-h1")[:, None]
+        stage_held = np.minimum(
+            m[:, None], slot.pp - np.where(late, 0.0, slot.first.astype(np.float64)[None, :])
+        )
         stage_held = np.where(rows.flag("schedule", "gpipe")[:, None], m[:, None], stage_held)
     return stage_load(
         pricer,

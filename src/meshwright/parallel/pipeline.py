@@ -207,6 +207,14 @@ class Pipeline:
         self.executed.append(action)
         self._on_action(action)
 
+    def buffers(self) -> list[Tensor]:
+        """Return what rests for messages: a place for each micro-batch's activations and gradients that are received."""
+        found: list[Tensor] = []
+        for stage in self._stages:
+            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+                found += [i.buffer for i in infos if isinstance(getattr(i, "buffer", None), Tensor)]
+        return found
+
     def _loss(self, loss_sum: Tensor, _target: Any) -> Tensor:
         self._sums.append(loss_sum.detach())
         return loss_sum * self._scale

@@ -203,6 +203,8 @@ def watch_step(
         if category != "offloaded":
             counter.add(tensors, category)
     counter.add(batch, "batch")
+    if model.pipeline is not None:
+        counter.add(model.pipeline.buffers(), "working")
     before = model.on_action
 
     def on_action(action: str) -> None:

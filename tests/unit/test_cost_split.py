@@ -1,0 +1,65 @@
+"""Moments of schedules with split backwards: read off the rows, and by closed form for the search."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from meshwright.cluster.load import read_cluster
+from meshwright.cost.bounds import split_moments
+from meshwright.cost.pieces import make_pricer
+from meshwright.cost.replay import Moment, moments
+from meshwright.cost.rows import rows_of
+from meshwright.cost.slots import make_slot
+from meshwright.layout.batch import Batch
+from meshwright.layout.layout import Layout
+from meshwright.model.read_hf import read_model
+from meshwright.schedule.generate import generate
+
+
+def of_rank(found: tuple[Moment, ...], rank: int) -> set[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """(half, held of each chunk, waiting of each chunk) of one rank, as whole numbers."""
+    return {
+        (int(x.half[rank]), tuple(map(int, x.held[rank])), tuple(map(int, x.waiting[rank]))) for x in found
+    }
+
+
+def test_zb_h1_holds_p_and_rank_r_keeps_r_plus_one_between_the_halves():
+    found = moments(generate("zb-h1", 4, 8))
+    assert of_rank(found, 0) == {(0, (4,), (0,))}  # the first stage's input half does nothing
+    assert [of_rank(found, r) for r in (1, 2, 3)] == [{(1, (4,), (r + 1,))} for r in (1, 2, 3)]
+
+
+def test_a_schedule_of_whole_backwards_has_one_moment():
+    (one,) = moments(generate("interleaved", 2, 4, 2))
+    assert not one.half.any()
+    assert not one.waiting.any()
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zbv", "dualpipev"])
+def test_closed_forms_are_states_that_the_rows_reach_or_exceed(schedule: str):
+    pricer = make_pricer(read_model("llama-2-7b"), read_cluster("a100-80gb-x8"), 128, "bf16")
+    chunks = 1 if schedule == "zb-h1" else 2
+    for pp, m in itertools.product([2, 3, 4, 8], [1, 4, 8, 16, 33]):
+        if schedule == "dualpipev" and m < 2 * pp:
+            continue
+        layout = Layout(pp=pp, chunks=chunks, schedule=schedule)
+        rows = rows_of([layout], [Batch(global_batch=m, micro_batch=1, accumulation=m, dp=1, seq_len=128)])
+        told = split_moments(rows, make_slot(pricer, layout, every=True), np.array([float(m)]))
+        found = moments(generate(schedule, pp, m, chunks))
+        reached = 0
+        for rank, x in itertools.product(range(pp), told):
+            here = of_rank(found, rank)
+            mine = (int(x.half[0, rank]), *x.held[0, rank], *x.waiting[0, rank])
+            if schedule == "zbv" and m < 2 * pp:  # too few micro-batches to fill both stages: an upper bound
+                most = np.max([(*held, *waiting) for _, held, waiting in here], axis=0)
+                assert (np.array(mine[1:]) <= np.maximum(most, pp)).all()
+                continue
+            assert any(
+                h == mine[0] and all(a >= b for a, b in zip((*held, *waiting), mine[1:], strict=True))
+                for h, held, waiting in here
+            ), (pp, m, rank, mine, here)
+            reached += 1
+        assert reached or m < 2 * pp
