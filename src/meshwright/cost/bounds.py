@@ -154,7 +154,7 @@ def split_moments(rows: Rows, slot: Slot, m: Floats) -> tuple[Moment, ...]:
 
     ZB-H1 on rank r > 0 holds p micro-batches, r + 1 of them between their halves. ZB-V keeps p of each of its stages, of
     the second all between their halves and of the first r + 1. DualPipeV splits with one of its first stage less than it
-    holds at most. The first stage's backward is whole. Source: the rows themselves (a test compares them).
+    holds at most, and again in its drain. The first stage's backward is whole. Source: the rows themselves (a test compares them).
     """
     p = float(slot.pp)
     rank = slot.ranks_last.astype(np.float64)[None, :]
@@ -177,9 +177,17 @@ def split_moments(rows: Rows, slot: Slot, m: Floats) -> tuple[Moment, ...]:
     )
     if not dual.any():
         return (split,)
+    v = dual[:, :, None]
     whole = Moment(
         half=np.where(dual, 0.0, split.half),
-        held=np.where(dual[:, :, None], np.stack((near, far), axis=2), split.held),
-        waiting=np.where(dual[:, :, None], 0.0, split.waiting),
+        held=np.where(v, np.stack((near, far), axis=2), split.held),
+        waiting=np.where(v, 0.0, split.waiting),
     )
-    return split, whole
+    # the drain: half of what is left of the second stage, and as much of the first, wait at once
+    half = np.floor(0.5 * (rank + 1.0)) * np.ones_like(later)
+    drain = Moment(
+        half=np.where(dual, later, split.half),
+        held=np.where(v, np.stack((p - half, half), axis=2), split.held),
+        waiting=np.where(v, np.stack(((rank + 1.0 - half) * later, half * later), axis=2), split.waiting),
+    )
+    return split, whole, drain

@@ -212,7 +212,8 @@ class Pipeline:
         found: list[Tensor] = []
         for stage in self._stages:
             for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
-                found += [i.buffer for i in infos if isinstance(getattr(i, "buffer", None), Tensor)]
+                places = (getattr(info, "buffer", None) for info in infos)
+                found += [place for place in places if isinstance(place, Tensor)]
         return found
 
     def _loss(self, loss_sum: Tensor, _target: Any) -> Tensor:
