@@ -31,7 +31,7 @@ def test_every_figure_has_a_source_and_a_kind():
 
 def test_a100_figures_are_those_of_the_table():
     spec = read_cluster("a100-40gb-x8")
-    assert (spec.num_gpus, spec.device.memory.value) == (8, 40e9)
+    assert (spec.num_gpus, spec.device.memory.value) == (8, 39.50 * 2**30)
     assert spec.device.peak_flops["bf16"].value == 312e12
     assert spec.device.memory_rate.value == 1600e9
     assert spec.intra.rate.value == 300e9
@@ -90,3 +90,17 @@ def test_an_unknown_device_is_a_key_error():
 )
 def test_a_driver_s_name_finds_the_device(name: str, gib: int, device: str | None) -> None:
     assert catalogue.named_by_driver(name, gib * 2**30) == device
+
+
+def test_memory_is_what_torch_prints_as_total_and_the_printed_size_else():
+    """An "80 GB" card has 80 GiB, of which the driver keeps about 1 %; a 180 GB one is taken as printed."""
+    for gpu in ("A100-80GB-SXM4", "A100-80GB-PCIe", "A800-80GB-SXM", "H100-SXM5-80GB", "H800-SXM"):
+        memory = catalogue.device(gpu).memory
+        assert 79.0 * 2**30 < memory.value < 79.6 * 2**30
+        assert "torch" in memory.source or memory.kind == "assumed"
+    assert catalogue.device("B200-SXM-180GB").memory.value == 180e9
+    for gpu in catalogue.device_names():
+        memory = catalogue.capacity(gpu)
+        printed = catalogue.device_rows().get(gpu, {}).get("memory_gb")
+        if memory is not None and printed:
+            assert 0.90 < memory.value / (float(printed) * 2**30) < 1.0, gpu

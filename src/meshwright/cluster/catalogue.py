@@ -77,6 +77,23 @@ def _supplement() -> Mapping[tuple[str, str], tuple[float, str, str]]:
 
 
 @cache
+def _capacities() -> Mapping[str, Figure]:
+    rows = csv.DictReader(_text("capacity.csv").splitlines())
+    return {
+        r["gpu"]: Figure(value=float(r["gib"]) * 2**30, unit="bytes", source=r["source"], kind=r["kind"])
+        for r in rows
+    }
+
+
+def capacity(gpu: str) -> Figure | None:
+    """Return the bytes that processes on a device can be given, as torch prints its total; None where not found.
+
+    Makers print sizes in units of their own: an "80 GB" A100 has 80 GiB, of which the driver keeps about 1 %.
+    """
+    return _capacities().get(gpu)
+
+
+@cache
 def entries() -> tuple[ClusterEntry, ...]:
     """Return every named cluster."""
     raw: list[dict[str, Any]] = json.loads(_text("clusters.json"))
@@ -131,7 +148,8 @@ def device(gpu: str) -> DeviceSpec:
                 kind="assumed",
             )
     unknown = Figure(value=0.0, unit="bytes/s", source="not found", kind="assumed")
-    memory = _figure(gpu, "memory_gb", 1e9, "bytes")
+    # where no total was found: the printed size in 10^9 bytes, the smaller reading
+    memory = capacity(gpu) or _figure(gpu, "memory_gb", 1e9, "bytes")
     row = device_rows().get(gpu, {})
     return DeviceSpec(
         name=gpu,

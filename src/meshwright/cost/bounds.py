@@ -154,7 +154,8 @@ def split_moments(rows: Rows, slot: Slot, m: Floats) -> tuple[Moment, ...]:
 
     ZB-H1 on rank r > 0 holds p micro-batches, r + 1 of them between their halves. ZB-V keeps p of each of its stages, of
     the second all between their halves and of the first r + 1. DualPipeV splits with one of its first stage less than it
-    holds at most, and again in its drain. The first stage's backward is whole. Source: the rows themselves (a test compares them).
+    holds at most, and again in its drain. The first stage's backward is whole. Source: the rows themselves (a test
+    compares them).
     """
     p = float(slot.pp)
     rank = slot.ranks_last.astype(np.float64)[None, :]

@@ -64,6 +64,16 @@ def strided_shape(size: int, stride: int, gpus_per_node: int) -> GroupShape:
     return GroupShape(size, nodes, min(size, per_node))
 
 
+def plane_shape(axes: Sequence[tuple[int, int]], gpus_per_node: int) -> GroupShape:
+    """Return the shape of rank 0's group over several (degree, stride) axes."""
+    (outer, far), (inner, near) = axes
+    if inner == 1 or outer == 1 or far == near * inner:
+        return strided_shape(outer * inner, near if inner > 1 else far, gpus_per_node)
+    ranks = np.arange(outer)[:, None] * far + np.arange(inner)[None, :] * near
+    counts = np.bincount((ranks // gpus_per_node).reshape(-1))
+    return GroupShape(outer * inner, int((counts > 0).sum()), int(counts.max()))
+
+
 @dataclass(frozen=True)
 class CollectiveTimes:
     """Prices collectives on one cluster. ``points`` are a probe's: (kind, ranks) to bytes and seconds."""

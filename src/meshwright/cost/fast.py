@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cluster.spec import ClusterSpec
-from meshwright.cost.collective import Floats, GroupShape, strided_shape
+from meshwright.cost.collective import Floats, GroupShape, plane_shape, shape_of, strided_shape
 from meshwright.cost.memory import StageLoad, fullest, outside_allocator, peak_memory
 from meshwright.cost.offload import exposed_seconds, is_away, travel_seconds
 from meshwright.cost.pieces import (
@@ -193,19 +193,17 @@ def group_shapes(layout: Layout, gpus_per_node: int) -> tuple[GroupShape, GroupS
 def expert_shapes(layout: Layout, gpus_per_node: int) -> tuple[GroupShape, GroupShape]:
     """Return the shapes of the group that shards (or, in stage 0, reduces) an expert, and of its replicas."""
     replicas, shards = expert_degrees(layout)
-    sharded, step = sharding_stage(layout) > 0, layout.tp * layout.ep
-    inner = strided_shape(shards if sharded else replicas, step, gpus_per_node)
-    return inner, strided_shape(replicas if sharded else 1, step * shards, gpus_per_node)
-
-
-def plane_shape(axes: Sequence[tuple[int, int]], gpus_per_node: int) -> GroupShape:
-    """Return the shape of rank 0's group over several (degree, stride) axes."""
-    (outer, far), (inner, near) = axes
-    if inner == 1 or outer == 1 or far == near * inner:
-        return strided_shape(outer * inner, near if inner > 1 else far, gpus_per_node)
-    ranks = np.arange(outer)[:, None] * far + np.arange(inner)[None, :] * near
-    counts = np.bincount((ranks // gpus_per_node).reshape(-1))
-    return GroupShape(outer * inner, int((counts > 0).sum()), int(counts.max()))
+    sharded = sharding_stage(layout) > 0
+    step = strides(layout)
+    if step["dp_shard"] == step["cp"] * layout.cp:  # dp x cp is one row of ranks, equally far apart
+        apart = step["cp"] * layout.ep
+        inner = strided_shape(shards if sharded else replicas, apart, gpus_per_node)
+        return inner, strided_shape(replicas if sharded else 1, apart * shards, gpus_per_node)
+    same = np.arange(replicas * shards) * layout.ep  # places in dp x cp of rank 0's experts
+    (near, degree), (far, _) = sorted(((step["cp"], layout.cp), (step["dp_shard"], layout.dp)))
+    ranks = same // degree * far + same % degree * near
+    inner = shape_of([int(r) for r in (ranks[:shards] if sharded else ranks)], gpus_per_node)
+    return inner, shape_of([int(r) for r in ranks[::shards]] if sharded else [0], gpus_per_node)
 
 
 def unit_seconds(

@@ -11,10 +11,17 @@ from dataclasses import dataclass, field
 from math import ceil, prod
 
 from meshwright.cluster.spec import ClusterSpec
-from meshwright.cost.collective import CollectiveTimes, GroupShape, collective_times, strided_shape
+from meshwright.cost.collective import (
+    CollectiveTimes,
+    GroupShape,
+    collective_times,
+    plane_shape,
+    strided_shape,
+)
 from meshwright.cost.rates import DeviceRates, attention_flops, device_rates
 from meshwright.layout.context import kv_heads_sent
 from meshwright.layout.layout import LOSS_CHUNKS, Layout
+from meshwright.layout.ranks import strides
 from meshwright.model.activations import always_unfused, saved_activations, saved_final_bytes
 from meshwright.model.sharding import rule, tp_local_shape
 from meshwright.model.spec import AttentionSpec, BlockSpec, ModelSpec, TensorSpec
@@ -75,10 +82,16 @@ class WorkKey:
     micro_batch: int
     recompute: str
     autocast: bool
+    tp_step: int = 1
+    cp_step: int = 1
+    ep_places: tuple[tuple[int, int], ...] = ((1, 1), (1, 1))
+    """Distances in rank numbers between neighbours on tp and cp, 1 where there are none, and (ranks, distance) of the
+    expert axis along the outer and the inner of dp and cp, from which it borrows the innermost part."""
 
 
 def work_key(layout: Layout) -> WorkKey:
     """Return the key of a layout."""
+    step = strides(layout)
     return WorkKey(
         layout.tp,
         layout.sp and layout.tp > 1,
@@ -88,7 +101,17 @@ def work_key(layout: Layout) -> WorkKey:
         layout.micro_batch,
         layout.recompute,
         sharding_stage(layout) == 0 and COMPUTE_BYTES[layout.precision] == 2,
+        step["tp"] if layout.tp > 1 else 1,
+        step["cp"] if layout.cp > 1 else 1,
+        _expert_places(layout, step) if layout.ep > 1 else ((1, 1), (1, 1)),
     )
+
+
+def _expert_places(layout: Layout, step: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+    axes = ((layout.cp, step["cp"]), (layout.dp, step["dp_shard"]))
+    (degree, near), (_, far) = sorted(axes, key=lambda axis: axis[1]) if layout.cp > 1 else ((1, 1), axes[1])
+    inner = min(layout.ep, degree)
+    return (ceil(layout.ep / inner), far), (inner, near)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,9 +253,13 @@ class Pricer:
         """Bytes per element of parameters, gradients and each moment at rest."""
         return STATE_BYTES[self.precision]
 
-    def tp_shape(self, tp: int) -> GroupShape:
-        """Return the shape of a tp group, the innermost axis."""
-        return strided_shape(tp, 1, self.cluster.gpus_per_node)
+    def tp_shape(self, key: WorkKey) -> GroupShape:
+        """Return the shape of a tp group."""
+        return strided_shape(key.tp, key.tp_step, self.cluster.gpus_per_node)
+
+    def expert_shape(self, key: WorkKey) -> GroupShape:
+        """Return the shape of the group that experts are spread over, the innermost part of dp x cp."""
+        return plane_shape(key.ep_places, self.cluster.gpus_per_node)
 
     def block(self, kind: int, key: WorkKey) -> Work:
         """Return the work of one micro-batch through a block of this kind."""
@@ -309,7 +336,7 @@ class Pricer:
         """Return seconds of tp communication, forward + backward, of ``per_block`` column-row pairs."""
         if key.tp < 2:
             return 0.0
-        shape = self.tp_shape(key.tp)
+        shape = self.tp_shape(key)
         num_bytes = key.micro_batch * self.seq_len / key.cp * self.spec.hidden_size * self.compute_bytes
         if key.sp:
             gather = float(self.times.seconds("all_gather", num_bytes, shape))
@@ -497,7 +524,7 @@ class Pricer:
         """
         if key.cp < 2:
             return 0.0
-        shape = strided_shape(key.cp, key.tp, self.cluster.gpus_per_node)
+        shape = strided_shape(key.cp, key.cp_step, self.cluster.gpus_per_node)
         tokens = key.micro_batch * self.seq_len / key.cp
         kv_heads, size = max(1, self.spec.num_kv_heads // key.tp), self.spec.attention.head_dim
         forwards = 1.0 if key.recompute == "none" else 2.0
@@ -520,7 +547,7 @@ class Pricer:
         """Return seconds of the all-to-alls: counts, dispatch and combine, back, and again where it is recomputed."""
         if block.moe is None or key.ep < 2:
             return 0.0
-        shape = strided_shape(key.ep, key.tp, self.cluster.gpus_per_node)
+        shape = self.expert_shape(key)
         num_bytes = tokens * block.moe.experts_per_token * self.spec.hidden_size * self.compute_bytes
         rows = float(self.times.seconds("all_to_all", num_bytes, shape))
         counts = float(self.times.seconds("all_to_all", 8.0 * block.moe.num_experts, shape))

@@ -15,6 +15,7 @@ from meshwright.cost.collective import Floats
 from meshwright.cost.fast import Columns, columns, contention, over_ranks, rank_peaks
 from meshwright.cost.memory import PEAK_SPREAD, memory_record
 from meshwright.cost.pieces import Pricer, make_pricer
+from meshwright.cost.replay import part_of
 from meshwright.cost.shipped import cold_band
 from meshwright.layout.batch import Batch
 from meshwright.layout.layout import Layout
@@ -23,6 +24,7 @@ from meshwright.model.counts import flops_per_token
 from meshwright.model.spec import ModelSpec
 from meshwright.schedule.actions import Schedule
 from meshwright.schedule.clock import Clock, run_clock
+from meshwright.schedule.generate import generate
 
 BAND_QUANTILE: Final = 1.2816
 """Standard deviations on each side of an 80 % band."""
@@ -78,7 +80,14 @@ def predict(
 
 
 def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedule) -> Prediction:
-    """Return the prediction, pricing pieces with ``pricer`` (which keeps what it has priced)."""
+    """Return the prediction, pricing pieces with ``pricer`` (which keeps what it has priced).
+
+    ``schedule`` may hold the first ``replay.part_of`` micro-batches of a very long step only; of one that holds all, no
+    more are played.
+    """
+    part = part_of(schedule.name, schedule.num_ranks, layout.chunks, batch.accumulation)
+    if part < schedule.num_micro_batches:
+        schedule = generate(schedule.name, schedule.num_ranks, part, layout.chunks)
     cols = columns(pricer, [layout], [batch], schedule)
     depth = schedule.num_stages
     forward = [float(x) for x in cols.forward[0, :depth]]
@@ -93,8 +102,10 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
     def of_rank(values: Floats) -> float:
         return float(over_ranks(values[0], schedule)[slowest])
 
-    length = clock.makespan_s * contention(clock, pricer.cluster, layout)
-    bare = without.makespan_s * contention(without, pricer.cluster, layout)
+    made = _makespan(clock, schedule, m, forward, backward, send)
+    length = made * contention(clock, pricer.cluster, layout)
+    bare = made if without is clock else _makespan(without, schedule, m, forward, backward, 0.0)
+    bare *= contention(without, pricer.cluster, layout)
     once = float(over_ranks(cols.once[0], schedule).max())
     extra_data = once - of_rank(cols.once)
     # on a CPU with fewer cores than ranks a whole step can be shorter than one rank's measured share
@@ -134,7 +145,7 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
         f"memory: {memory.source} ({memory.kind})",
         f"link inside a node: {pricer.cluster.intra.rate.source} ({pricer.cluster.intra.rate.kind})",
         *_between(pricer.cluster),
-        *_bubble_note(clock, length, depth),
+        *_bubble_note(clock.bubble_share_of_total, made, length, depth),
         f"band: 80 %, assumed spread of {100 * spread:.0f} % until calibrated; "
         f"peak: assumed spread of {100 * PEAK_SPREAD:.0f} %",
     )
@@ -144,7 +155,7 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
         model_tflops_per_gpu=rate / 1e12,
         mfu_pct=mfu,
         flops_convention="causal",
-        bubble_share_of_total=clock.bubble_share_of_total if depth > 1 else 0.0,
+        bubble_share_of_total=1.0 - float(busy.sum()) / (made * schedule.num_ranks) if depth > 1 else 0.0,
         memory=stages[peak],
         time=time,
         ranks=rank_records(layout, stages),
@@ -156,12 +167,25 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
     )
 
 
-def _bubble_note(clock: Clock, length: float, depth: int) -> tuple[str, ...]:
+def _makespan(
+    clock: Clock, schedule: Schedule, m: float, forward: list[float], backward: list[float], send: float
+) -> float:
+    """Return the length of a step of ``m`` micro-batches, of which ``clock`` has played all or the first rounds."""
+    more, ranks = m - schedule.num_micro_batches, schedule.num_ranks
+    if more <= 0:
+        return clock.makespan_s
+    chunks = schedule.num_stages // ranks
+    less = generate(schedule.name, ranks, schedule.num_micro_batches - ranks, chunks)
+    round_s = clock.makespan_s - run_clock(less, forward, backward, send).makespan_s
+    return clock.makespan_s + more / ranks * round_s
+
+
+def _bubble_note(waits: float, made: float, length: float, depth: int) -> tuple[str, ...]:
     """Return a sentence where waiting ranks leave their cores to others: the bubble is then hardly exposed."""
-    if depth == 1 or length >= clock.makespan_s:
+    if depth == 1 or length >= made:
         return ()
     return (
-        f"bubble: ranks wait {100 * clock.bubble_share_of_total:.0f} % of the schedule, but there are fewer cores "
+        f"bubble: ranks wait {100 * waits:.0f} % of the schedule, but there are fewer cores "
         "than ranks and a waiting rank leaves its core to another; time_s.bubble is what remains exposed",
     )
 

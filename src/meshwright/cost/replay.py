@@ -14,7 +14,7 @@ import numpy as np
 
 from meshwright.cost.collective import Floats
 from meshwright.schedule.actions import ActionKind, Schedule
-from meshwright.schedule.generate import generate
+from meshwright.schedule.generate import GENERATORS, generate
 
 ROUNDS: Final = 3
 """Micro-batches per stage after which a schedule is periodic: further ones add the same cycle."""
@@ -24,6 +24,23 @@ def played_micro_batches(ranks: int, chunks: int, m: int) -> int:
     """Return how many micro-batches are played for a step of ``m``; rounds of ``ranks`` are kept whole."""
     enough = ROUNDS * ranks * chunks
     return m if m <= enough + ranks else enough + m % ranks
+
+
+PLAYED_CELLS: Final = 4096
+"""Micro-batches times stages of a step above which a single prediction plays a part of its schedule."""
+
+
+def part_of(name: str, ranks: int, chunks: int, m: int) -> int:
+    """Return how many micro-batches of a named schedule a single prediction plays: all, or whole rounds of many.
+
+    Far beyond its first rounds a schedule repeats itself, so that every further round takes the same time. GPipe holds
+    every micro-batch of a step: it is played whole.
+    """
+    stages = ranks * chunks
+    if m * stages <= PLAYED_CELLS or name not in GENERATORS or name == "gpipe":
+        return m
+    enough = max(played_micro_batches(ranks, chunks, m), PLAYED_CELLS // stages // ranks * ranks)
+    return min(m, enough + m % ranks)
 
 
 def makespans(

@@ -50,6 +50,17 @@ EDGES: Final = tuple(f"{name}_edge" for name in SECONDS)
 """Seconds of single units that may not be hidden: those of their group, without experts that have groups of their own."""
 
 
+def placed_by(rows: Rows) -> tuple[str, ...]:
+    """Return the columns that decide, beside the degrees of tp and cp, where the ranks of a block's groups sit.
+
+    None while tp and cp are the innermost axes and no expert is spread, or all rows have one order of that kind.
+    """
+    orders: tuple[tuple[str, ...], ...] = rows.values["order"]
+    if any(order[:2] != ("tp", "cp") for order in orders):
+        return ("dp", "order")
+    return ("order",) if len(orders) > 1 and max(rows.values["ep"]) > 1 else ()
+
+
 @dataclass
 class Numbered:
     """Numbers combinations of columns in the order in which they are first seen, and keeps a figure of each.
@@ -65,9 +76,10 @@ class Numbered:
 
     def look(self, rows: Rows) -> Index:
         """Return [rows] the number of each row's combination; its figure is ``figures[number]``."""
-        tables = tuple(rows.values[name] for name in self.names)
+        names = (*self.names, *(placed_by(rows) if "ep" in self.names and "order" not in self.names else ()))
+        tables = tuple(rows.values[name] for name in names)
         code = np.zeros(len(rows), dtype=np.int64)
-        for name, table in zip(self.names, tables, strict=True):
+        for name, table in zip(names, tables, strict=True):
             if len(table) > 1:
                 code *= len(table)
                 code += rows.codes[name]

@@ -87,4 +87,6 @@ class Schedule:
 
     def text(self) -> str:
         """Return the schedule as text: one line per pipeline rank, actions separated by commas."""
-        return "\n".join(",".join(str(a) for a in row) for row in self.rows)
+        kinds = {kind: kind.value for kind in ActionKind}
+        cells = ([f"{a.stage}{kinds[a.kind]}{a.micro_batch}" for a in row] for row in self.rows)
+        return "\n".join(",".join(row) for row in cells)

@@ -13,6 +13,7 @@ from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.pieces import make_pricer
 from meshwright.cost.predict import fits, predict_with
 from meshwright.cost.reason import binding, memory_sentence, time_sentence
+from meshwright.cost.replay import part_of
 from meshwright.cost.tables import Tables, make_tables
 from meshwright.layout.batch import MOST_SEQUENCES, MOST_TOKENS, Batch, derive_batch
 from meshwright.layout.check import check
@@ -231,6 +232,7 @@ class _Context:
     schedules: dict[tuple[str, int, int, int], Schedule] = field(
         default_factory=dict[tuple[str, int, int, int], Schedule]
     )
+    texts: dict[tuple[str, int, int, int], str] = field(default_factory=dict[tuple[str, int, int, int], str])
 
     def predicted(self, some: list[Candidate]) -> Iterator[tuple[Candidate, Prediction]]:
         """Yield candidates that ``layout.check`` finds legal, each with its prediction."""
@@ -242,11 +244,21 @@ class _Context:
                 yield c, predict_with(pricer, layout, batch, self.schedule(layout, batch))
 
     def schedule(self, layout: Layout, batch: Batch) -> Schedule:
-        """Return the layout's schedule, generated once for all layouts that share it."""
-        key = (layout.schedule, layout.pp, batch.accumulation, layout.chunks)
+        """Return as much of the layout's schedule as is played, generated once for all layouts that share it."""
+        m = part_of(layout.schedule, layout.pp, layout.chunks, batch.accumulation)
+        key = (layout.schedule, layout.pp, m, layout.chunks)
         if key not in self.schedules:
             self.schedules[key] = generate(*key)
         return self.schedules[key]
+
+    def text(self, layout: Layout, batch: Batch) -> str:
+        """Return the text of the layout's whole schedule, made once for all plans that share it."""
+        key = (layout.schedule, layout.pp, batch.accumulation, layout.chunks)
+        if key not in self.texts:
+            short = self.schedule(layout, batch)
+            whole = short if short.num_micro_batches == batch.accumulation else generate(*key)
+            self.texts[key] = whole.text()
+        return self.texts[key]
 
     def best(self, top: int) -> list[Plan]:
         """Return the best plans that fit, each predicted by itself."""
@@ -295,7 +307,7 @@ class _Context:
             model_config=dict(self.spec.config),
             layout=layout,
             batch=batch,
-            schedule_text=self.schedule(layout, batch).text(),
+            schedule_text=self.text(layout, batch),
             cluster=self.cluster.name,
             prediction=prediction,
             why=tuple(why),

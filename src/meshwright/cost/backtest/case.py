@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from meshwright.cluster.catalogue import capacity
 from meshwright.cluster.spec import DeviceSpec
 from meshwright.cost.backtest.presets import Ran
 from meshwright.cost.kernels import generation
 
 GIB: Final = 2**30
 USABLE: Final = 0.985
-"""Share of the printed memory, counted in GiB, that a process can allocate: 79.1 of an A100's "80 GB" are there."""
+"""Share of the printed memory, counted in GiB, that a process can allocate where no total was found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +107,9 @@ class Case:
 
     @property
     def capacity(self) -> float:
-        """Bytes that a process can allocate on the device."""
-        return self.device.memory.value / 1e9 * GIB * USABLE
+        """Bytes that a process can allocate on the device: torch's total, or a share of the printed GiB."""
+        known = capacity(self.gpu)
+        return known.value if known is not None else self.device.memory.value / 1e9 * GIB * USABLE
 
     @property
     def tokens(self) -> float:

@@ -1,0 +1,98 @@
+"""Where the ranks of a block's groups sit follows from the order of the axes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from meshwright.cluster.load import read_cluster
+from meshwright.cost.collective import shape_of, strided_shape
+from meshwright.cost.fast import columns, expert_shapes, group_shapes
+from meshwright.cost.pieces import make_pricer, work_key
+from meshwright.cost.rows import rows_of
+from meshwright.cost.slots import make_slot
+from meshwright.cost.sweep import sweep
+from meshwright.cost.tables import make_tables
+from meshwright.layout.batch import derive_batch
+from meshwright.layout.layout import Layout
+from meshwright.layout.parse import parse_layout
+from meshwright.layout.ranks import group
+from meshwright.model.read_hf import read_model
+
+ORDERS = tuple(itertools.permutations(("tp", "cp", "dp", "pp")))
+
+
+def made(text: str) -> Layout:
+    return parse_layout(text)
+
+
+def test_groups_of_a_block_have_the_shape_of_their_ranks():
+    cluster = read_cluster("h100-x8", 32)
+    pricer = make_pricer(read_model("mixtral-8x7b"), cluster, 1024, "bf16")
+    draw = random.Random(0)
+    for order in ORDERS:
+        for tp, cp, pp, ep in [(2, 2, 2, 4), (4, 1, 2, 4), (2, 4, 1, 2), (1, 2, 4, 8), (8, 1, 1, 2)]:
+            dp = 32 // tp // cp // pp
+            if (dp * cp) % ep:
+                continue
+            zero = draw.choice([0, 3])
+            shard = dp * cp if zero else 1
+            layout = Layout(
+                dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, order=order, zero=zero, shard=shard, precision="bf16"
+            )
+            key = work_key(layout)
+            assert pricer.tp_shape(key) == shape_of(group(layout, 0, "tp"), 8), layout.text()
+            assert pricer.expert_shape(key) == shape_of(group(layout, 0, "ep"), 8), layout.text()
+            assert strided_shape(cp, key.cp_step, 8) == shape_of(group(layout, 0, "cp"), 8), layout.text()
+            wanted = "expert_shard" if zero else "expert_replicate"
+            assert expert_shapes(layout, 8)[0] == shape_of(group(layout, 0, wanted), 8), layout.text()
+            data = "shard" if zero else "data"
+            assert group_shapes(layout, 8)[0] == shape_of(group(layout, 0, data), 8), layout.text()
+
+
+@pytest.mark.parametrize(
+    ("model", "inner", "outer", "term"),
+    [
+        ("llama-2-7b", "tp=2,dp=8,zero=1", "tp=2,dp=8,zero=1,order=dp/tp/cp/pp", "tensor"),
+        (
+            "llama-2-7b",
+            "cp=2,dp=8,zero=1,cp_style=ulysses",
+            "cp=2,dp=8,zero=1,cp_style=ulysses,order=tp/dp/cp/pp",
+            "context",
+        ),
+        ("mixtral-8x7b", "ep=4,dp=4,tp=1,pp=4,zero=1", "ep=4,dp=4,pp=4,zero=1,order=tp/cp/pp/dp", "expert"),
+    ],
+)
+def test_an_axis_that_spans_nodes_pays_the_network_between_them(
+    model: str, inner: str, outer: str, term: str
+):
+    cluster = read_cluster("a100-80gb-x8", 16)
+    pricer = make_pricer(read_model(model), cluster, 4096, "bf16")
+    near, far = (replace(made(text), precision="bf16") for text in (inner, outer))
+    batches = [derive_batch(x, 64, 4096) for x in (near, far)]
+    cols = columns(pricer, [near, far], batches)
+    seconds = getattr(cols, term).max(axis=1)
+    assert seconds[1] > 2.0 * seconds[0] > 0.0
+    assert cols.compute[0] == pytest.approx(cols.compute[1])
+
+
+def test_the_search_prices_every_order_like_a_single_prediction():
+    cluster = read_cluster("a100-80gb-x8", 32)
+    pricer = make_pricer(read_model("mixtral-8x7b"), cluster, 4096, "bf16")
+    tables = make_tables(pricer)
+    layouts = [
+        Layout(
+            dp=32 // tp // cp, zero=1, shard=32 // tp // cp * cp, tp=tp, cp=cp, ep=ep, order=order, precision="bf16"
+        )
+        for order in ORDERS
+        for tp, cp, ep in [(2, 1, 4), (4, 2, 2), (1, 2, 8), (8, 1, 1)]
+    ]  # fmt: skip
+    batches = [derive_batch(x, 64, 4096) for x in layouts]
+    got = sweep(tables, rows_of(layouts, batches), make_slot(pricer, layouts[0]))
+    one = columns(pricer, layouts, batches)
+    assert got.forward[:, 0] == pytest.approx(one.forward[:, 0], rel=1e-9)
+    assert got.backward[:, 0] == pytest.approx(one.backward[:, 0], rel=1e-9)
+    assert len({round(float(x), 9) for x in one.forward[:, 0]}) > 8
