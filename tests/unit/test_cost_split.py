@@ -6,9 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
+from tests.unit.test_cluster_load import PROBE
 
-from meshwright.cluster.load import read_cluster
+from meshwright.cluster.load import cluster_from_probe, read_cluster
 from meshwright.cost.bounds import split_moments
+from meshwright.cost.fast import columns
 from meshwright.cost.pieces import make_pricer
 from meshwright.cost.replay import Moment, moments
 from meshwright.cost.rows import rows_of
@@ -63,3 +65,15 @@ def test_closed_forms_are_states_that_the_rows_reach_or_exceed(schedule: str):
             ), (pp, m, rank, mine, here)
             reached += 1
         assert reached or m < 2 * pp
+
+
+def test_two_halves_take_longer_than_the_whole_on_a_cpu_only():
+    probe = cluster_from_probe(PROBE)
+    for cluster, more in ((probe, True), (read_cluster("a100-80gb-x8", 4), False)):
+        pricer = make_pricer(read_model("smollm2-135m"), cluster, 128, "fp32")
+        layouts = [Layout(pp=4, schedule=s, micro_batch=2) for s in ("1f1b", "zb-h1")]
+        batches = [Batch(global_batch=16, micro_batch=2, accumulation=8, dp=1, seq_len=128)] * 2
+        cols = columns(pricer, layouts, batches)
+        assert cols.backward[0, 0] == cols.backward[1, 0]  # the first stage's backward is whole
+        assert (cols.backward[1, 1:] > 1.02 * cols.backward[0, 1:]).all() == more
+        assert (cols.backward[1, 1:] == cols.backward[0, 1:]).all() != more

@@ -50,10 +50,11 @@ CPU_OPS = (9.0, 10.0)
 operation in a tight loop, forward and backward: 0.75 and 2.0 ms a block of a 6-layer Llama of width 128, where the
 loop's were 1.6 and 3.3 us (CPU time on two shared cores)."""
 
-SPLIT_OPS = 3.0
-"""On a CPU a split backward costs this many small operations more for each node of a block: torch's pipelining walks the
-graph in Python to find what belongs to which half. Beside them the gradients in between are written and read once more.
-0.5 to 0.6 ms a block of tiny-llama at 8 tokens, 1.3 ms at 1,024 (CPU time; two halves over the whole: 2.1 to 1.12)."""
+SPLIT_OPS, SPLIT_PASSES = 2.2, 8.0
+"""On a CPU a split backward costs this many small operations more for each node: torch's pipelining walks the graph in
+Python to find what belongs to which half. And the gradients in between, kept apart from one half to the other, cost this
+many copies of theirs. tiny-llama, CPU time of both halves less that of the whole: 0.57 ms a block at 8 tokens, 1.3 to
+1.8 ms at 1,024 (2.2 and 1.14 times the whole), where a probe's operation took 4.8 us and its copies 55 GB/s."""
 
 PASSES = {"gpu": (2.0, 4.0), "cpu": (5.0, 6.0)}
 """Bytes that elementwise operations move, in multiples of the bytes kept for backward, forward and backward. On a
@@ -328,6 +329,7 @@ class Pricer:
                 final=final,
                 loss=kept_loss,
                 captured=captured,
+                split=0.0 if r.overlaps else self._split_s(21, 0.0 if loss == "chunked" else captured),
                 flops=(6.0 if trained else 4.0) * tokens * h * v,
             )
         return self._ends[slot]
@@ -382,7 +384,7 @@ class Pricer:
             backward += CPU_OPS[1] * nodes * r.backward_op_s
         captured = self._captured(block, tokens, key)
         # a GPU's host walks the graph while earlier kernels run
-        split = 0.0 if r.overlaps else SPLIT_OPS * nodes * r.backward_op_s + 2.0 * captured / r.copy_rate
+        split = 0.0 if r.overlaps else self._split_s(nodes, captured)
         tensor_s = self._tp_pair(key, 2)
         again_s = {"none": 0.0, "full": forward}.get(
             key.recompute, forward - products_s - ahead * share + redone
@@ -455,6 +457,10 @@ class Pricer:
             # the feed-forward's products are saved by its elementwise operations, the others are not
             both += size if tensor.role in ("mlp_in", "expert_in", "shared_in") else 0.0
         return kept, both
+
+    def _split_s(self, nodes: float, captured: float) -> float:
+        """Return the seconds by which two halves of a backward of ``nodes`` are longer than the whole, on a CPU."""
+        return SPLIT_OPS * nodes * self.rates.backward_op_s + SPLIT_PASSES * captured / self.rates.copy_rate
 
     def _captured(self, block: BlockSpec, tokens: float, key: WorkKey) -> float:
         """Return the bytes of a block's gradients that a split backward keeps from its input half to its weight half.
