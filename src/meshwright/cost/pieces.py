@@ -492,7 +492,8 @@ class Pricer:
     def _saved(self, block: BlockSpec, key: WorkKey) -> float:
         """Return the bytes that a block keeps on one rank when nothing is recomputed."""
         across = key.tp if key.sp else 1
-        share = {"tp": key.tp, "sequence": across, "column_input": across}
+        # sequence-sharded tokens are gathered for column-cut matrices, which keep what was gathered
+        share = {"tp": key.tp, "sequence": across, "column_input": 1}
         saved = saved_activations(
             self.spec,
             block,
