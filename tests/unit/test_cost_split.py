@@ -12,12 +12,13 @@ from meshwright.cluster.load import cluster_from_probe, read_cluster
 from meshwright.cost.bounds import split_moments
 from meshwright.cost.fast import columns
 from meshwright.cost.pieces import make_pricer
-from meshwright.cost.replay import Moment, moments
+from meshwright.cost.replay import Moment, makespans, moments
 from meshwright.cost.rows import rows_of
 from meshwright.cost.slots import make_slot
 from meshwright.layout.batch import Batch
 from meshwright.layout.layout import Layout
 from meshwright.model.read_hf import read_model
+from meshwright.schedule.clock import run_clock
 from meshwright.schedule.generate import generate
 
 
@@ -77,3 +78,29 @@ def test_two_halves_take_longer_than_the_whole_on_a_cpu_only():
         assert cols.backward[0, 0] == cols.backward[1, 0]  # the first stage's backward is whole
         assert (cols.backward[1, 1:] > 1.02 * cols.backward[0, 1:]).all() == more
         assert (cols.backward[1, 1:] == cols.backward[0, 1:]).all() != more
+
+
+@pytest.mark.parametrize("weight", [0.6, 0.8, 1.0])
+def test_the_bubble_of_zb_h1_with_halves_that_differ(weight: float):
+    """(p - 1)(F + I - W), by the clock and by columns; the search's bound stays below it."""
+    p, m = 4, 16
+    schedule = generate("zb-h1", p, m)
+    length = m * 3.0 + (p - 1) * (1.0 + (2.0 - weight) - weight)
+    assert run_clock(schedule, 1.0, 2.0, 0.0, [weight] * p).makespan_s == pytest.approx(length)
+    ones = np.ones((p, 1))
+    got, _ = makespans("zb-h1", p, 1, m, ones, 2.0 * ones, np.zeros(1), weight * ones)
+    assert got[0] == pytest.approx(length)
+
+
+def test_the_weight_half_is_its_products_and_the_first_stages_whole_backward():
+    pricer = make_pricer(read_model("llama-2-7b"), read_cluster("a100-80gb-x8"), 2048, "bf16")
+    cols = columns(
+        pricer,
+        [Layout(pp=4, schedule="zb-h1", precision="bf16")],
+        [Batch(global_batch=8, micro_batch=1, accumulation=8, dp=1, seq_len=2048)],
+    )
+    share = cols.weight[0] / cols.backward[0]
+    assert share[0] == 1.0
+    assert (
+        (share[1:] > 0.3) & (share[1:] < 0.5)
+    ).all()  # attention and elementwise operations are in the input half

@@ -98,7 +98,8 @@ def _clock(plan: Plan, schedule: Schedule, cluster: str | None) -> tuple[Clock, 
     stages = schedule.num_stages
     forward = [float(x) for x in costs.forward[0, :stages]]
     backward = [float(x) for x in costs.backward[0, :stages]]
-    clock = run_clock(schedule, forward, backward, float(costs.send[0]))
+    weight = [float(x) for x in costs.weight[0, :stages]]
+    clock = run_clock(schedule, forward, backward, float(costs.send[0]), weight)
     memory = [m.as_dict() for m in rank_memory(costs, schedule)]
     return clock, {
         "cluster": machine.name,

@@ -20,42 +20,54 @@ from meshwright.cost.slots import Slot
 class Travel:
     """Sums along the stages of one slot, [layouts, stage runs] or [layouts]: ``before`` is up to a run's last stage.
 
-    ``forward`` and ``total`` (forward + backward) are those of one stage of the run.
+    ``forward``, ``inputs`` and ``weight`` (the halves of a split backward) and ``total`` are those of one stage of it.
     """
 
     forward: Floats
     backward: Floats
+    inputs: Floats
+    weight: Floats
     total: Floats
     before_forward: Floats
+    before_inputs: Floats
     before_total: Floats
     sum_forward: Floats
+    sum_inputs: Floats
     sum_total: Floats
 
 
-def travel(slot: Slot, forward: Floats, backward: Floats) -> Travel:
+def travel(slot: Slot, forward: Floats, backward: Floats, weight: Floats) -> Travel:
     """Return the running sums of stage times, given [layouts, stage runs] seconds of one stage of each run."""
-    total = forward + backward
+    total, inputs = forward + backward, backward - weight
     lengths = slot.length
     run_forward, run_total = forward * lengths, total * lengths
     ahead_forward, ahead_total = np.cumsum(run_forward, axis=1), np.cumsum(run_total, axis=1)
+    ahead_inputs = np.cumsum(inputs * lengths, axis=1)
     return Travel(
         forward=forward,
         backward=backward,
+        inputs=inputs,
+        weight=weight,
         total=total,
         before_forward=ahead_forward - forward,
+        before_inputs=ahead_inputs - inputs,
         before_total=ahead_total - total,
         sum_forward=ahead_forward[:, -1],
+        sum_inputs=ahead_inputs[:, -1],
         sum_total=ahead_total[:, -1],
     )
 
 
 def least_seconds(
-    rows: Rows, slot: Slot, forward: Floats, backward: Floats, send: Floats, m: Floats
+    rows: Rows, slot: Slot, forward: Floats, backward: Floats, weight: Floats, send: Floats, m: Floats
 ) -> Floats:
-    """Return [layouts] seconds that no play of the schedule is shorter than, from [layouts, stage runs] stage times."""
+    """Return [layouts] seconds that no play of the schedule is shorter than, from [layouts, stage runs] stage times.
+
+    ``weight`` are those of the weight half of a split backward.
+    """
     if slot.num_stages == 1:
         return m * (forward + backward)[:, 0]
-    x = travel(slot, forward, backward)
+    x = travel(slot, forward, backward, weight)
     if slot.chunks > 1:
         return _several(rows, slot, x, send, m)
     gpipe, split = rows.flag("schedule", "gpipe"), rows.flag("schedule", "zb-h1")
@@ -79,13 +91,12 @@ def _steady(slot: Slot, x: Travel, send: Floats, m: Floats, *, split: bool) -> F
     ahead = np.minimum(p - at, mm)
     hops = 2.0 * send * (p - 1.0)
     if split:
-        half = 0.5 * x.backward
-        trip_sum = x.sum_forward + 0.5 * (x.sum_total - x.sum_forward)
+        trip_sum = x.sum_forward + x.sum_inputs
         before = x.before_forward + at * c
         busy = before + mm * x.total
-        after = x.forward + half
-        trip = trip_sum[:, None] - x.before_forward - 0.5 * (x.before_total - x.before_forward)
-        path = trip_sum + hops + 0.5 * x.backward[:, 0]
+        after = x.forward + x.inputs
+        trip = trip_sum[:, None] - x.before_forward - x.before_inputs
+        path = trip_sum + hops + x.weight[:, 0]
     else:
         before = x.before_forward + at * c
         busy = x.before_total + 2.0 * at * c + mm * x.total
@@ -111,8 +122,8 @@ def _several(rows: Rows, slot: Slot, x: Travel, send: Floats, m: Floats) -> Floa
     hops = at.astype(np.float64)[None, :] * send[:, None]
     away = slot.num_stages - 1.0
     if _is_v(rows):
-        path = x.sum_forward + 0.5 * (x.sum_total - x.sum_forward) + 2.0 * send * (away - 1.0)
-        path = path + (m - 1.0) * (x.forward[:, -1] + 0.5 * x.backward[:, -1]) + 0.5 * x.backward[:, 0]
+        path = x.sum_forward + x.sum_inputs + 2.0 * send * (away - 1.0)
+        path = path + (m - 1.0) * (x.forward[:, -1] + x.inputs[:, -1]) + x.weight[:, 0]
         return np.maximum((before + hops + m[:, None] * seconds).max(axis=1), path)
     # interleaved: the last backward of a rank's first chunk still goes through the ranks before it
     return np.maximum(

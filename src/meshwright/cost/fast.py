@@ -100,7 +100,8 @@ class Columns:
     """What every layout costs. Arrays are [layouts], or [layouts, stages] where said; absent stages hold 0.
 
     Attributes:
-        forward, backward: [layouts, stages] seconds of one micro-batch, communication in it included.
+        forward, backward: [layouts, stages] seconds of one micro-batch, communication in it included; ``weight`` those
+            of the weight half where a backward is split (the first stage's is its whole backward).
         compute, recompute, tensor, context, expert, data: [layouts, stages] exposed seconds of a step.
         send: [layouts] seconds of one message between stages.
         offload: [layouts] seconds that the update waits for state that rests away.
@@ -115,6 +116,7 @@ class Columns:
     present: Floats
     forward: Floats
     backward: Floats
+    weight: Floats
     compute: Floats
     recompute: Floats
     tensor: Floats
@@ -447,6 +449,8 @@ def columns(
     waits = data_waits(overlap, zero[:, None], mm, ahead, behind + again, table)
     forward = (ahead + half + waits.forward) * present
     backward = (behind + again + half + waits.backward) * present
+    weight = per_stage("weight") + 0.5 * per_stage("split") * splits[:, None] + waits.backward
+    weight = np.where(first > 0, backward, np.minimum(weight, backward)) * present
     once = waits.once * present
     data = mm * (waits.forward + waits.backward) + waits.once
     if pricer.spec.tied_embeddings:
@@ -473,16 +477,15 @@ def columns(
                 offload[r] = over_ranks(travel[r], schedule).max()
                 continue
             depth_r, rounds = layout.num_stages, int(m[r])
-            ahead_s, behind_s = forward[r, :depth_r], backward[r, :depth_r]
+            ahead_s, behind_s, weight_s = forward[r, :depth_r], backward[r, :depth_r], weight[r, :depth_r]
             if shares_cores(pricer.cluster, layout):
                 played = _schedule(layout, rounds)
-                clock = run_clock(played, list(ahead_s), list(behind_s), float(send[r]))
+                clock = run_clock(played, list(ahead_s), list(behind_s), float(send[r]), list(weight_s))
                 makespan[r], shared[r] = clock.makespan_s, contention(clock, pricer.cluster, layout)
             else:
                 named, chunks = _schedule_name(layout, rounds), layout.chunks
-                length, played = makespans(
-                    named, layout.pp, chunks, rounds, ahead_s[:, None], behind_s[:, None], send[r : r + 1]
-                )
+                times = (ahead_s[:, None], behind_s[:, None], send[r : r + 1], weight_s[:, None])
+                length, played = makespans(named, layout.pp, chunks, rounds, *times)
                 makespan[r], shared[r] = length[0], 1.0
             busy[r] = rounds * over_ranks((ahead_s + behind_s), played).max()
             owed[r] = over_ranks(once[r], played).max()
@@ -497,6 +500,7 @@ def columns(
         present=present,
         forward=forward,
         backward=backward,
+        weight=weight,
         compute=(ahead + behind) * mm * present,
         recompute=again * mm * present,
         tensor=tensor * mm * present,

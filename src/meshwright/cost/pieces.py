@@ -124,7 +124,8 @@ class Work:
     are gradients of activations. ``final`` is the part of ``kept`` that is gone before a block's backward, and
     ``loss`` what the loss keeps of a micro-batch between its forward and its backward. ``captured`` is what a
     micro-batch keeps beside ``kept`` between the two halves of a split backward, ``edge`` gradients at the end of a
-    backward, and ``split`` the seconds by which the two halves are longer than the whole.
+    backward, and ``split`` the seconds by which the two halves are longer than the whole; ``weight`` is the part of
+    ``backward`` that the weight half takes.
     """
 
     forward: float = 0.0
@@ -141,6 +142,7 @@ class Work:
     captured: float = 0.0
     edge: float = 0.0
     split: float = 0.0
+    weight: float = 0.0
     flops: float = 0.0
 
 
@@ -330,6 +332,7 @@ class Pricer:
                 loss=kept_loss,
                 captured=captured,
                 split=0.0 if r.overlaps else self._split_s(21, 0.0 if loss == "chunked" else captured),
+                weight=r.matmul_s(v, tokens, h) if trained and loss != "chunked" else 0.0,
                 flops=(6.0 if trained else 4.0) * tokens * h * v,
             )
         return self._ends[slot]
@@ -349,14 +352,15 @@ class Pricer:
     def _price_block(self, block: BlockSpec, key: WorkKey) -> Work:
         spec, r, c = self.spec, self.rates, self.compute_bytes
         tokens = key.micro_batch * self.seq_len / key.cp
-        forward = backward = flops = redone = 0.0
+        forward = backward = weight = flops = redone = 0.0
         linears = products = 0
         for tensor in block.tensors:
             if len(tensor.shape) < 2 or tensor.role in ("norm", "position"):
                 continue
-            ahead, behind, work, calls = self._matmul(tensor, block, tokens, key)
+            ahead, behind, mine, work, calls = self._matmul(tensor, block, tokens, key)
             forward += ahead
-            backward += behind
+            backward += behind + mine
+            weight += mine
             flops += work
             linears += calls
             if tensor.role in MATMUL_ROLES:
@@ -409,6 +413,7 @@ class Pricer:
             again=again,
             captured=captured + again,
             split=split,
+            weight=weight,
             edge=(4.0 if spec.norm == "rmsnorm" else 2.0) * entry,
             transient=tokens * c * (3.0 * widest / key.tp + 2.0 * spec.hidden_size),
             flops=flops,
@@ -416,8 +421,8 @@ class Pricer:
 
     def _matmul(
         self, tensor: TensorSpec, block: BlockSpec, tokens: float, key: WorkKey
-    ) -> tuple[float, float, float, int]:
-        """Return (forward s, backward s, model FLOPs forward + backward, matmul calls) of one matrix."""
+    ) -> tuple[float, float, float, float, int]:
+        """Return seconds forward, of both gradients, model FLOPs forward + backward, and matmul calls of one matrix."""
         r = self.rates
         m, calls = tokens, 1.0
         if tensor.role in ("expert_in", "expert_out"):
@@ -430,11 +435,11 @@ class Pricer:
             n, k = unit_tensor_shape(tensor, self.spec.attention, key.tp, key.ep)[-2:]
         forward = calls * r.matmul_s(m, k, n)
         backward = calls * r.matmul_s(m, n, k)
-        flops = 4.0
+        weight, flops = 0.0, 4.0
         if tensor.name not in self.stopped:
-            backward += calls * r.matmul_s(n, m, k)
+            weight = calls * r.matmul_s(n, m, k)
             flops = 6.0
-        return forward, backward, calls * flops * m * k * n, max(1, round(calls))
+        return forward, backward, weight, calls * flops * m * k * n, max(1, round(calls))
 
     def _selective_bytes(self, block: BlockSpec, tokens: float, key: WorkKey) -> tuple[float, float]:
         """Return bytes that selective recompute keeps beside a block's input, and those of them that autograd saves too.

@@ -93,8 +93,9 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
     forward = [float(x) for x in cols.forward[0, :depth]]
     backward = [float(x) for x in cols.backward[0, :depth]]
     send = float(cols.send[0])
-    clock = run_clock(schedule, forward, backward, send)
-    without = run_clock(schedule, forward, backward) if send else clock
+    weight = [float(x) for x in cols.weight[0, :depth]]
+    clock = run_clock(schedule, forward, backward, send, weight)
+    without = run_clock(schedule, forward, backward, 0.0, weight) if send else clock
     m = float(batch.accumulation)
     busy = over_ranks(np.array([m * (f + b) for f, b in zip(forward, backward, strict=True)]), schedule)
     slowest = int(busy.argmax())
@@ -102,9 +103,9 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
     def of_rank(values: Floats) -> float:
         return float(over_ranks(values[0], schedule)[slowest])
 
-    made = _makespan(clock, schedule, m, forward, backward, send)
+    made = _makespan(clock, schedule, m, (forward, backward, weight), send)
     length = made * contention(clock, pricer.cluster, layout)
-    bare = made if without is clock else _makespan(without, schedule, m, forward, backward, 0.0)
+    bare = made if without is clock else _makespan(without, schedule, m, (forward, backward, weight), 0.0)
     bare *= contention(without, pricer.cluster, layout)
     once = float(over_ranks(cols.once[0], schedule).max())
     extra_data = once - of_rank(cols.once)
@@ -168,15 +169,23 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
 
 
 def _makespan(
-    clock: Clock, schedule: Schedule, m: float, forward: list[float], backward: list[float], send: float
+    clock: Clock,
+    schedule: Schedule,
+    m: float,
+    times: tuple[list[float], list[float], list[float]],
+    send: float,
 ) -> float:
-    """Return the length of a step of ``m`` micro-batches, of which ``clock`` has played all or the first rounds."""
+    """Return the length of a step of ``m`` micro-batches, of which ``clock`` has played all or the first rounds.
+
+    ``times`` are seconds of forward, backward and a weight half, each [stages].
+    """
     more, ranks = m - schedule.num_micro_batches, schedule.num_ranks
     if more <= 0:
         return clock.makespan_s
     chunks = schedule.num_stages // ranks
     less = generate(schedule.name, ranks, schedule.num_micro_batches - ranks, chunks)
-    round_s = clock.makespan_s - run_clock(less, forward, backward, send).makespan_s
+    forward, backward, weight = times
+    round_s = clock.makespan_s - run_clock(less, forward, backward, send, weight).makespan_s
     return clock.makespan_s + more / ranks * round_s
 
 

@@ -1,7 +1,7 @@
 """The clock for many layouts at once: one schedule's rows played with columns of stage times.
 
 The same rules as ``schedule.clock``: a rank does its actions in order, an action starts when the rank is free and
-what it needs has arrived, a send runs beside compute, each half of a backward takes half of it.
+what it needs has arrived, a send runs beside compute, a split backward's weight half takes what is said of it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,14 @@ def part_of(name: str, ranks: int, chunks: int, m: int) -> int:
 
 
 def makespans(
-    name: str, ranks: int, chunks: int, m: int, forward: Floats, backward: Floats, send: Floats
+    name: str,
+    ranks: int,
+    chunks: int,
+    m: int,
+    forward: Floats,
+    backward: Floats,
+    send: Floats,
+    weight: Floats | None = None,
 ) -> tuple[Floats, Schedule]:
     """Return [layouts] makespans of a step of ``m`` micro-batches, and the (perhaps shorter) schedule that was played.
 
@@ -56,19 +63,21 @@ def makespans(
         forward: [stages, layouts] seconds of one micro-batch.
         backward: the same of its backward.
         send: [layouts] seconds of one message.
+        weight: [stages, layouts] seconds of the weight half of a split backward; half of the backward without it.
     """
+    halves = 0.5 * backward if weight is None else weight
     short = played_micro_batches(ranks, chunks, m)
     schedule = generate(name, ranks, short, chunks)
-    length = _play(schedule, forward, backward, send)
+    length = _play(schedule, forward, backward, halves, send)
     if short < m:
-        less = _play(generate(name, ranks, short - ranks, chunks), forward, backward, send)
+        less = _play(generate(name, ranks, short - ranks, chunks), forward, backward, halves, send)
         length = length + (m - short) / ranks * (length - less)
     return length, schedule
 
 
-def _play(schedule: Schedule, forward: Floats, backward: Floats, send: Floats) -> Floats:
+def _play(schedule: Schedule, forward: Floats, backward: Floats, weight: Floats, send: Floats) -> Floats:
     """Return the makespans, [layouts], of rows that can be played through."""
-    half = 0.5 * backward
+    inputs = backward - weight
     # what each cell produces is known by (gradient?, stage, micro-batch)
     done: dict[tuple[bool, int, int], Floats] = {}
     cells = [_cells(row) for row in schedule.rows]
@@ -84,7 +93,7 @@ def _play(schedule: Schedule, forward: Floats, backward: Floats, send: Floats) -
                 kind, stage, k = row[i]
                 start = free[rank]
                 if kind is ActionKind.WEIGHT_GRAD:
-                    free[rank] = start + half[stage]
+                    free[rank] = start + weight[stage]
                     i += 1
                     continue
                 ahead = kind is ActionKind.FORWARD
@@ -95,7 +104,7 @@ def _play(schedule: Schedule, forward: Floats, backward: Floats, send: Floats) -
                         break
                     start = np.maximum(start, arrived + send if home[needed] != rank else arrived)
                 whole = kind is ActionKind.BACKWARD
-                end = start + (forward[stage] if ahead else backward[stage] if whole else half[stage])
+                end = start + (forward[stage] if ahead else backward[stage] if whole else inputs[stage])
                 free[rank] = done[not ahead, stage, k] = end
                 i += 1
             left -= i - at[rank]

@@ -37,7 +37,8 @@ class Swept:
     """What each row holds and costs.
 
     Attributes:
-        forward, backward: [rows, stage runs] seconds of one micro-batch, exposed communication in it included.
+        forward, backward: [rows, stage runs] seconds of one micro-batch, exposed communication in it included;
+            ``weight`` those of the weight half of a split backward.
         send: [rows] seconds of one message between stages.
         rest: [rows] seconds of a step beside the pipeline: data once a step, optimizer, other.
         least: [rows] seconds of a step that the clock cannot undercut.
@@ -48,6 +49,7 @@ class Swept:
 
     forward: Floats
     backward: Floats
+    weight: Floats
     send: Floats
     rest: Floats
     least: Floats
@@ -60,9 +62,8 @@ def sweep(tables: Tables, rows: Rows, slot: Slot) -> Swept:
     """Return what every row holds and costs; ``slot`` describes the stages that all rows share."""
     pricer = tables.pricer
     work, table = _work(tables, rows, slot), _units(tables, rows, slot)
-    if slot.pp > 1:
-        splits = rows.flag("schedule", *ALL_SPLIT)[:, None] & (slot.first > 0)
-        work["backward"] = work["backward"] + np.where(splits, work["split"], 0.0)
+    splits = rows.flag("schedule", *ALL_SPLIT)[:, None] & (slot.first > 0)
+    work["backward"] = work["backward"] + np.where(splits, work["split"], 0.0)
     m, zero = rows.column("accumulation"), rows.column("stage")
     waits = data_waits(
         pricer.rates.overlaps,
@@ -82,7 +83,9 @@ def sweep(tables: Tables, rows: Rows, slot: Slot) -> Swept:
     rest = once + _over(slot, update).max(axis=1) + away + other_seconds(pricer, rows.layout(0).world_size)
     if pricer.spec.tied_embeddings and slot.pp > 1:
         rest = rest + _gathered(tables, "tied", rows, slot)
-    length = least_seconds(rows, slot, forward, backward, send, m)
+    weight = work["weight"] + np.where(splits, 0.5 * work["split"], 0.0) + waits.backward
+    weight = np.where(slot.first > 0, np.minimum(weight, backward), backward)
+    length = least_seconds(rows, slot, forward, backward, weight, send, m)
     if pricer.cluster.device.is_cpu and slot.pp > 1:
         # ranks that wait leave their cores to others: never shorter than the work of all over all ranks
         mean = ((forward + backward) * slot.length).sum(axis=1) / slot.pp
@@ -93,6 +96,7 @@ def sweep(tables: Tables, rows: Rows, slot: Slot) -> Swept:
     return Swept(
         forward=forward,
         backward=backward,
+        weight=weight,
         send=send,
         rest=rest,
         least=length + rest,
@@ -151,12 +155,13 @@ def block_floors(tables: Tables, rows: Rows, slot: Slot) -> tuple[Floats, Floats
     state and moments cut over all of dp * cp, the activations in flight, and what is outside the allocator.
     """
     pricer = tables.pricer
-    names = ("forward", "backward", "recompute", "tensor", "context", "expert", "kept")
+    names = ("forward", "backward", "weight", "recompute", "tensor", "context", "expert", "kept")
     work = _work(tables, rows, slot, names)
     m = rows.column("accumulation")
     half = 0.5 * (work["tensor"] + work["context"] + work["expert"])
     forward, backward = work["forward"] + half, work["backward"] + work["recompute"] + half
-    least = least_seconds(rows, slot, forward, backward, np.zeros(len(rows)), m)
+    weight = np.where(slot.first > 0, np.minimum(work["weight"], backward), backward)
+    least = least_seconds(rows, slot, forward, backward, weight, np.zeros(len(rows)), m)
     if pricer.cluster.device.is_cpu and slot.pp > 1:
         least = np.minimum(least, m * ((forward + backward) * slot.length).sum(axis=1) / slot.pp)
     units = tables.of_pipeline("units", slot.pp, slot.num_stages)

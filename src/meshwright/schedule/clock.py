@@ -66,14 +66,16 @@ def run_clock(
     forward_s: float | Sequence[float],
     backward_s: float | Sequence[float],
     send_s: float = 0.0,
+    weight_s: Sequence[float] | None = None,
 ) -> Clock:
     """Return the step of ``schedule`` on the clock.
 
     Args:
         schedule: compute rows.
         forward_s: seconds of one micro-batch's forward, one number or one per stage.
-        backward_s: seconds of its full backward; an input or weight half takes half of it.
+        backward_s: seconds of its full backward.
         send_s: seconds from the end of an action to its result's arrival on another rank.
+        weight_s: seconds of the weight half of a backward in two, one per stage; half of the backward without it.
 
     Raises:
         MeshwrightError: E303, E304 or E305 for a schedule that cannot run.
@@ -81,6 +83,7 @@ def run_clock(
     num_stages = schedule.num_stages
     forward = _per_stage(forward_s, num_stages)
     backward = _per_stage(backward_s, num_stages)
+    weight = tuple(b / 2 for b in backward) if weight_s is None else _per_stage(weight_s, num_stages)
     last, home = num_stages - 1, schedule.stage_ranks
     outputs: dict[tuple[int, int | None], float] = {}
     gradients: dict[tuple[int, int | None], float] = {}
@@ -115,7 +118,7 @@ def run_clock(
                         if arrived is None:
                             break
                         start = max(now, arrived + send_s if home[stage + 1] != rank else arrived)
-                seconds = _seconds(action, forward, backward)
+                seconds = _seconds(action, forward, backward, weight)
                 now = start + seconds
                 if kind is ActionKind.FORWARD:
                     outputs[stage, k] = now
@@ -161,11 +164,15 @@ def _per_stage(seconds: float | Sequence[float], num_stages: int) -> tuple[float
     return tuple(seconds)
 
 
-def _seconds(action: Action, forward: Sequence[float], backward: Sequence[float]) -> float:
+def _seconds(
+    action: Action, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float]
+) -> float:
     if action.kind is ActionKind.FORWARD:
         return forward[action.stage]
+    if action.kind is ActionKind.WEIGHT_GRAD:
+        return weight[action.stage]
     whole = backward[action.stage]
-    return whole if action.kind is ActionKind.BACKWARD else whole / 2
+    return whole if action.kind is ActionKind.BACKWARD else whole - weight[action.stage]
 
 
 def _held(spans: Sequence[Span]) -> tuple[tuple[float, int], ...]:

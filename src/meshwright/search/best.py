@@ -241,25 +241,27 @@ def _play(one: Surveyed, rows: Rows, index: Index, priced: Swept) -> Floats:
         here = index[at]
         forward = priced.forward[here][:, slot.run_of].T.copy()
         backward = priced.backward[here][:, slot.run_of].T.copy()
+        weight = priced.weight[here][:, slot.run_of].T.copy()
         m = some.accumulation(int(row))
         if shares_cores(one.tables.pricer.cluster, like):
-            length = _taking_turns(one, like, m, forward, backward, priced.send[here])
+            length = _taking_turns(one, like, m, forward, backward, weight, priced.send[here])
         else:
             length, _ = makespans(
-                like.schedule, slot.pp, slot.chunks, m, forward, backward, priced.send[here]
+                like.schedule, slot.pp, slot.chunks, m, forward, backward, priced.send[here], weight
             )
         out[at] = length + priced.rest[here]
     return out
 
 
 def _taking_turns(
-    one: Surveyed, like: Layout, m: int, forward: Floats, backward: Floats, send: Floats
+    one: Surveyed, like: Layout, m: int, forward: Floats, backward: Floats, weight: Floats, send: Floats
 ) -> Floats:
     """Return makespans on a CPU whose ranks take turns on fewer cores: each layout on the clock by itself."""
     cluster = one.tables.pricer.cluster
     schedule = generate(like.schedule, like.pp, m, like.chunks)
     out = np.zeros(len(send))
     for i in range(len(send)):
-        clock = run_clock(schedule, list(forward[:, i]), list(backward[:, i]), float(send[i]))
+        times = list(forward[:, i]), list(backward[:, i]), float(send[i]), list(weight[:, i])
+        clock = run_clock(schedule, *times)
         out[i] = clock.makespan_s * contention(clock, cluster, like)
     return out
