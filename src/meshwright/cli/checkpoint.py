@@ -20,6 +20,7 @@ Folder = Annotated[
     str, typer.Argument(metavar="DIR", help="A checkpoint folder, such as RUN_DIR/checkpoints/step-60.")
 ]
 
+CONFIG_HELP = "The model's folder or config.json, where the checkpoint does not say what the model is (FSDP, DeepSpeed)."
 DTYPE_HELP = "Cast to fp64, fp32, bf16 or fp16; without it the stored dtype stays."
 
 
@@ -77,12 +78,13 @@ def export(
         bool, typer.Option("--merge-adapter", help="Write the whole model, an adapter added to its weights.")
     ] = False,
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help=DTYPE_HELP)] = None,
+    config: Annotated[str | None, typer.Option("--config", metavar="MODEL", help=CONFIG_HELP)] = None,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint's weights as Hugging Face safetensors; an adapter's as a folder that peft loads."""
     from meshwright.checkpoint.export import export_command
 
-    result = export_command(folder, out, check_logits, dtype, merge=merge_adapter)
+    result = export_command(folder, out, check_logits, dtype, merge=merge_adapter, config=config)
     if as_json:
         show_json(result)
     else:
@@ -94,12 +96,13 @@ def merge(
     folder: Folder,
     out: Annotated[str, typer.Option("--out", metavar="DIR", help="Folder to write.", show_default=False)],
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help=DTYPE_HELP)] = None,
+    config: Annotated[str | None, typer.Option("--config", metavar="MODEL", help=CONFIG_HELP)] = None,
     as_json: Json = False,
 ) -> None:
     """Merge a checkpoint's shards into Hugging Face safetensors, one tensor at a time (the same as export)."""
     from meshwright.checkpoint.export import export_command
 
-    result = export_command(folder, out, dtype=dtype)
+    result = export_command(folder, out, dtype=dtype, config=config)
     if as_json:
         show_json(result)
     else:

