@@ -40,14 +40,15 @@ template may refuse roles in another order than it knows.""",
     ),
     CodeInfo(
         code="E643",
-        title="The chat template rewrites earlier turns",
+        title="The chat template does not say where an answer begins",
         kind="code",
-        why="where an answer begins and ends is only known when a longer conversation begins with the shorter one",
-        needs="a template whose text for n messages begins its text for n + 1 messages",
-        do="give each answer a record of its own (the messages up to it), or another data.chat_template",
-        page="""The answers are found by writing the conversation up to each of them. Some templates leave out the
-reasoning of earlier turns or add something to the last one, so that the same turn is written in two ways; then no
-part of the text can be said to be the answer that the model would have given.""",
+        why="an answer is what stands behind the prompt that opens it; here the text with the answer begins otherwise",
+        needs="a template whose text for n messages, with the head of an answer, begins its text for n + 1 messages",
+        do="mark the answers in the template with {% generation %} blocks, or name another data.chat_template",
+        page="""An answer is found by writing the conversation up to it, with and without it. Where the prompt does not
+begin the conversation (the head of an answer holds something that the finished turn lacks), no part of the text can be
+said to be the answer, unless the template marks it. A template that only rewrites earlier turns when the conversation
+goes on is no such case: each answer becomes a sample of its own.""",
     ),
     CodeInfo(
         code="E644",

@@ -198,6 +198,14 @@ def _run(todo: Sequence[ShardJob], jobs: int) -> Iterator[list[Problem]]:
         pool.shutdown(cancel_futures=True)
 
 
+def _written(account: Account) -> dict[str, Any]:
+    """Return how conversations were written, where there are any."""
+    if not account.written:
+        return {}
+    counts = {name: account.written.get(name, 0) for name in ("whole", "marked", "per answer")}
+    return {"conversations": counts, "conversations_rewritten": account.written.get("rewritten", 0)}
+
+
 def _finish(
     out: Path,
     corpus: Corpus,
@@ -217,6 +225,7 @@ def _finish(
                 empty_records=record["empty_records"],
                 beyond_limit=record["beyond_limit"],
                 skipped=skipped,
+                written=record.get("written", {}),
             )
         )
     if account.documents == 0:
@@ -246,6 +255,7 @@ def _finish(
             "tokens": sum(record["tokens"] for record in records),
             "empty_records": account.empty_records,
             "beyond_limit": account.beyond_limit,
+            **_written(account),
             "skipped_files": len(account.skipped),
             "skipped": [{"file": name, "reason": why} for name, why in account.skipped[:_SKIPS_KEPT]],
             "eos_token": words.eos_token,

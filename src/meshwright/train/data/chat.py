@@ -1,4 +1,4 @@
-"""Conversations as text with a mask: the tokenizer's chat template, and which parts of its output are answers."""
+"""Conversations as text: the tokenizer's chat template, and what it marks as answers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from meshwright.base.errors import MeshwrightError, Problem, problem
+from meshwright.base.errors import MeshwrightError, problem
 
 Message: TypeAlias = Mapping[str, Any]
-Segment: TypeAlias = tuple[str, bool]
-"""Text, and whether it is an answer (its tokens are predicted)."""
+Span: TypeAlias = tuple[int, int]
+"""First character, and the one behind the last."""
 
 _ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant"}
+_BEGIN, _END = "generation_begins_here", "generation_ends_here"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -49,14 +51,18 @@ class ChatTemplate:
         extension = importlib.import_module("jinja2.ext").Extension
 
         class Generation(extension):  # pyright: ignore[reportUntypedBaseClass]
-            """``{% generation %}`` marks an answer for other programs; here it is its content."""
+            """``{% generation %}`` marks an answer: its content, between what two variables hold."""
 
             tags = frozenset({"generation"})
 
             def parse(self, parser: Any) -> Any:
                 line = next(parser.stream).lineno
                 body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                return jinja2.nodes.Scope(body, lineno=line)
+                edges = [
+                    jinja2.nodes.Output([jinja2.nodes.Name(name, "load")], lineno=line)
+                    for name in (_BEGIN, _END)
+                ]
+                return jinja2.nodes.Scope([edges[0], *body, edges[1]], lineno=line)
 
         def fail(message: str) -> None:
             raise jinja2.TemplateError(message)
@@ -81,10 +87,23 @@ class ChatTemplate:
         longest_first = sorted(self.special, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
-    def render(self, messages: Sequence[Message], *, opens_answer: bool = False, where: str = "") -> str:
+    @functools.cached_property
+    def marks_answers(self) -> bool:
+        """Whether the template says itself what an answer is, in ``{% generation %}`` blocks."""
+        return _GENERATION.search(self.source) is not None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        opens_answer: bool = False,
+        where: str = "",
+        edges: tuple[str, str] = ("", ""),
+    ) -> str:
         """Return the conversation as the template writes it; ``opens_answer`` adds the head of an answer.
 
-        The date is not given to the template, so that the same records make the same tokens every day.
+        ``edges`` are written around what the template marks as an answer. The date is not given to the template, so
+        that the same records make the same tokens every day.
 
         Raises:
             MeshwrightError: E642 when it is no template, or refuses these messages.
@@ -95,6 +114,7 @@ class ChatTemplate:
                 tools=None,
                 documents=None,
                 add_generation_prompt=opens_answer,
+                **{_BEGIN: edges[0], _END: edges[1]},
                 **self.named,
             )
         except MeshwrightError:
@@ -104,41 +124,36 @@ class ChatTemplate:
                 problem("E642", where=where or self.where, found=f"{type(error).__name__}: {error}")
             ) from error
 
-    def segments(self, messages: Sequence[Message], where: str) -> list[Segment]:
-        """Return the rendered conversation in parts; the assistant's turns, with what ends them, are answers.
-
-        An answer is what the template adds between the prompt that opens the turn and the turn's end. That is
-        only known where the text of a shorter conversation begins the text of the longer one.
+    def marked(self, messages: Sequence[Message], where: str) -> tuple[str, tuple[Span, ...] | None]:
+        """Return the conversation, and which characters of it the template marks as answers (None: it marks none).
 
         Raises:
-            MeshwrightError: E642, E643 a template that rewrites earlier turns, E644 special tokens in messages.
+            MeshwrightError: E642.
         """
-        self._check(messages, where)
-        whole = self.render(messages, where=where)
-        out: list[Segment] = []
+        plain = self.render(messages, where=where)
+        if not self.marks_answers:
+            return plain, None
+        edges = _absent(messages, self.source)
+        if not edges[0]:
+            return plain, None
+        text = self.render(messages, where=where, edges=edges)
+        spans: list[Span] = []
         at = 0
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            opened = self.render(messages[:index], opens_answer=True, where=where)
-            closed = whole if index + 1 == len(messages) else self.render(messages[: index + 1], where=where)
-            if not (whole.startswith(closed) and closed.startswith(opened)):
-                raise MeshwrightError(_rewrites(opened, closed, whole, index, where))
-            if at < len(opened):
-                out.append((whole[at : len(opened)], False))
-            out.append((whole[len(opened) : len(closed)], True))
-            at = len(closed)
-        if at < len(whole):
-            out.append((whole[at:], False))
-        return [(text, answer) for text, answer in out if text]
+        for part in text.split(edges[0])[1:]:
+            before = text.index(edges[0], at)
+            begin = before - 2 * len(spans)  # each span before this one had two marks that are left out
+            spans.append((begin, begin + len(part.partition(edges[1])[0])))
+            at = before + 1
+        if text.translate({ord(e): None for e in edges}) != plain or text.count(edges[1]) != len(spans):
+            return plain, None  # the template computes with what it marked: the marks say nothing
+        return plain, tuple(spans)
 
-    def closed(self, segments: Sequence[Segment]) -> bool:
-        """Return whether the last answer ends with the end-of-text token already."""
-        eos = self.named.get("eos_token", "")
-        last = next((text for text, answer in reversed(segments) if answer), "")
-        return bool(eos) and last.rstrip().endswith(eos)
+    def check(self, messages: Sequence[Message], where: str) -> None:
+        """Refuse messages that contain a special token.
 
-    def _check(self, messages: Sequence[Message], where: str) -> None:
+        Raises:
+            MeshwrightError: E644.
+        """
         if self._marks is None:
             return
         for index, message in enumerate(messages):
@@ -148,15 +163,11 @@ class ChatTemplate:
                 raise MeshwrightError(problem("E644", where=where, found=found))
 
 
-def _rewrites(opened: str, closed: str, whole: str, index: int, where: str) -> Problem:
-    shorter, longer = (closed, whole) if not whole.startswith(closed) else (opened, closed)
-    at = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
-    return problem(
-        "E643",
-        where=where,
-        found=f"message {index + 1}: with fewer messages the template writes {shorter[at : at + 24]!r} where the "
-        f"whole conversation has {longer[at : at + 24]!r}",
-    )
+def _absent(messages: Sequence[Message], source: str) -> tuple[str, str]:
+    """Return two characters that occur in no message and not in the template (Unicode keeps 32 for such use)."""
+    there = {*source, *json.dumps(list(messages), ensure_ascii=False, default=str)}
+    free = [chr(c) for c in range(0xFDD0, 0xFDF0) if chr(c) not in there]
+    return (free[0], free[1]) if len(free) > 1 else ("", "")
 
 
 def messages_of(record: Mapping[str, Any], where: str) -> list[Message]:

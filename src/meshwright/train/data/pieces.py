@@ -21,6 +21,9 @@ class Piece:
         markup: special tokens written in it are tokens (a chat template's), not text.
         closes: an end-of-text token follows its last piece.
         place: line or row of its file, from 1; 0 where a file is one document.
+        answers: characters whose tokens are predicted, as (first, end), where that is not one thing for all of them.
+        group: documents of one record have the same; they are held out together. "" is the document's own text.
+        how: how a conversation was written (see ``answers``); "" for other records.
     """
 
     text: str
@@ -30,6 +33,9 @@ class Piece:
     markup: bool = False
     closes: bool = True
     place: int = 0
+    answers: tuple[tuple[int, int], ...] | None = None
+    group: str = ""
+    how: str = ""
 
 
 @dataclass(kw_only=True)
@@ -41,6 +47,8 @@ class Account:
     skipped: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     empty_records: int = 0
     beyond_limit: int = 0
+    written: dict[str, int] = field(default_factory=dict[str, int])
+    """Samples of conversations by how they were written, and "rewritten": the conversations behind "per answer"."""
 
     def add(self, other: Account) -> None:
         """Add what another reader came across."""
@@ -49,6 +57,8 @@ class Account:
         self.skipped += other.skipped
         self.empty_records += other.empty_records
         self.beyond_limit += other.beyond_limit
+        for name, count in other.written.items():
+            self.written[name] = self.written.get(name, 0) + count
 
 
 def cut(text: str, source_bytes: int = 0, place: int = 0) -> Iterator[Piece]:
@@ -68,4 +78,8 @@ def counted(pieces: Iterator[Piece], account: Account) -> Iterator[Piece]:
     for piece in pieces:
         account.text_bytes += len(piece.text.encode())
         account.documents += piece.ends
+        if piece.how and piece.ends:
+            account.written[piece.how] = account.written.get(piece.how, 0) + 1
+            if piece.how == "per answer" and piece.source_bytes:
+                account.written["rewritten"] = account.written.get("rewritten", 0) + 1
         yield piece

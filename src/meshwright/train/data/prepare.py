@@ -21,7 +21,13 @@ from meshwright.train.data.packing import RowKind, TooLong
 from meshwright.train.data.records import Form, Shape
 from meshwright.train.data.rows import DocumentRows, RowWish, split_rows
 from meshwright.train.data.store import TokenData, prepare_tokens
-from meshwright.train.data.tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, trained_tokenizer
+from meshwright.train.data.tokenizer import (
+    END_OF_TEXT,
+    VERSION,
+    TextTokenizer,
+    load_tokenizer,
+    trained_tokenizer,
+)
 
 
 def sources_of(data: DataSettings) -> dict[str, float]:
@@ -225,7 +231,7 @@ def cached_documents(
         (shape.template.source, sorted(shape.template.named.items())) if shape.template is not None else ""
     )
     identity = f"{fingerprint(corpus.files, show)} {corpus.kind} {shape.form} {shape.text_field} {written}"
-    key = hashlib.sha256(f"{identity} {words.content_hash}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{VERSION} {identity} {words.content_hash}".encode()).hexdigest()[:16]
     folder = cache_dir / f"documents-{key}"
     if (folder / MANIFEST).is_file():
         try:
@@ -282,6 +288,18 @@ def _report(
     }
 
 
+def _conversations(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how the conversations of all sources were written, where there are any."""
+    held = [r for r in reports if "conversations" in r]
+    if not held:
+        return {}
+    counts = {name: sum(r["conversations"][name] for r in held) for name in held[0]["conversations"]}
+    return {
+        "conversations": counts,
+        "conversations_rewritten": sum(r["conversations_rewritten"] for r in held),
+    }
+
+
 _SUMMED = (
     "documents",
     "tokens",
@@ -306,7 +324,12 @@ def _left_out(report: Mapping[str, Any]) -> str:
         "parts_without_loss": "without a predicted token",
         "empty_records": "empty",
     }
-    return "".join(f", {report[name]} {words}" for name, words in names.items() if report.get(name))
+    out = "".join(f", {report[name]} {words}" for name, words in names.items() if report.get(name))
+    rewritten = report.get("conversations_rewritten", 0)
+    if rewritten:
+        samples = report.get("conversations", {}).get("per answer", 0)
+        out += f", {rewritten} conversations as {samples} samples (the template rewrites earlier turns)"
+    return out
 
 
 def _joined(
@@ -329,6 +352,7 @@ def _joined(
         rows = MixedRows(parts=tuple(train), quotas=quotas)
         eval_rows = MixedRows(parts=tuple(held)) if held else eval_rows
         report = {name: sum(r[name] for r in reports) for name in _SUMMED}
+        report |= _conversations(reports)
         total = sum(quotas)
         shares = {path: quota / total for path, quota in zip(sources, quotas, strict=True)}
         report |= {"sources": reports, "shares": shares, "rows": kind, "too_long": reports[0]["too_long"]}

@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeAlias
 
 from meshwright.base.errors import MeshwrightError, Problem, problem
 from meshwright.base.units import MIB
-from meshwright.train.data.chat import ChatTemplate, messages_of
+from meshwright.train.data.answers import rendered
+from meshwright.train.data.chat import ChatTemplate, Message, messages_of
 from meshwright.train.data.pieces import Account, Piece, counted, cut
 
 Form: TypeAlias = Literal["text", "chat", "completion"]
@@ -63,7 +64,6 @@ def record_pieces(
         if not completion:
             return None
         parts = [(prompt or "", False), (completion, True)]
-        closes = True
     else:
         if "messages" not in record and "conversations" not in record:
             raise MeshwrightError(field_problem("messages", [str(k) for k in record], where))
@@ -73,8 +73,7 @@ def record_pieces(
             _encodable(str(message["content"]), where)
         if not messages:
             return None
-        parts = shape.template.segments(messages, where)
-        closes = not shape.template.closed(parts)
+        return _conversation(shape.template, messages, where, place=place, source_bytes=source_bytes)
     kept = [(text, answer) for text, answer in parts if text]
     return [
         Piece(
@@ -82,11 +81,32 @@ def record_pieces(
             ends=index + 1 == len(kept),
             source_bytes=source_bytes if index + 1 == len(kept) else 0,
             loss=answer,
-            markup=shape.form == "chat",
-            closes=closes,
             place=place,
         )
         for index, (text, answer) in enumerate(kept)
+    ]
+
+
+def _conversation(
+    template: ChatTemplate, messages: list[Message], where: str, *, place: int, source_bytes: int
+) -> list[Piece]:
+    """Return a conversation as one piece, or one per answer; the tokens of each are those of its whole text."""
+    samples = rendered(template, messages, where)
+    group = "\n".join(sample.text for sample in samples) if len(samples) > 1 else ""
+    return [
+        Piece(
+            text=sample.text,
+            ends=True,
+            source_bytes=source_bytes if index + 1 == len(samples) else 0,
+            markup=True,
+            closes=sample.closes,
+            place=place,
+            answers=sample.answers,
+            group=group,
+            how=sample.how,
+        )
+        for index, sample in enumerate(samples)
+        if sample.text
     ]
 
 

@@ -75,6 +75,7 @@ def write_shard(job: ShardJob) -> list[Problem]:
         "text_bytes": account.text_bytes,
         "empty_records": account.empty_records,
         "beyond_limit": account.beyond_limit,
+        "written": account.written,
         "skipped": account.skipped,
     }
     write_whole(job.folder / RECORD_FOLDER / f"{job.name}.json", json.dumps(record).encode())
@@ -91,13 +92,14 @@ def _tokenise(job: ShardJob, words: TextTokenizer, account: Account) -> dict[str
     parts = {kind: job.folder / f"{job.name}.{kind}.part" for kind in ("tokens", "loss")}
     with parts["tokens"].open("wb") as tokens, parts["loss"].open("wb") as loss:
         for group in _groups(job.corpus.unit_pieces(job.unit, account)):
-            for piece, ids in zip(group, words.encode_pieces(group), strict=True):
-                digest.update(piece.text.encode())
+            for piece, (ids, mask) in zip(group, words.encode_pieces(group), strict=True):
+                digest.update((piece.group or piece.text).encode())
                 if piece.ends and piece.closes:
                     ids.append(words.eos_id)
+                    mask = np.append(mask, np.uint8(_predicts_end(piece)))
                 tokens.write(np.asarray(ids, dtype).tobytes())
                 if masked:
-                    loss.write(np.full(len(ids), piece.loss, np.uint8).tobytes())
+                    loss.write(mask.tobytes())
                 total += len(ids)
                 if piece.ends:
                     ends.append(total)
@@ -118,6 +120,13 @@ def _tokenise(job: ShardJob, words: TextTokenizer, account: Account) -> dict[str
         files.append((kind, part.stat().st_size, file_hash(part)))
         part.replace(job.folder / f"{job.name}.{kind}")
     return {"tokens": total, "documents": len(ends), "files": files}
+
+
+def _predicts_end(piece: Piece) -> bool:
+    """Return whether the end-of-text token that follows is a part of the answer: it is when the answer goes up to it."""
+    if piece.answers is None:
+        return piece.loss
+    return bool(piece.answers) and not piece.text[piece.answers[-1][1] :].strip()
 
 
 def _sync(file: Any) -> None:

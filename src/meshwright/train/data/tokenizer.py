@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -26,7 +27,7 @@ END_OF_TEXT: Final = "<|endoftext|>"
 TRAINING_BYTES = 4 * MIB
 """Text from which merges are learned; of a larger corpus, pieces spread evenly over it."""
 
-VERSION = 1
+VERSION = 2
 """Raised when the same corpus would give other tokens than before."""
 
 _BYTE_TOKENS = 256
@@ -68,24 +69,38 @@ class TextTokenizer:
         """Return the token ids of each text, without anything added."""
         return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def encode_pieces(self, pieces: Sequence[Piece]) -> list[list[int]]:
-        """Return the token ids of each piece; in markup, special tokens that are written are tokens.
+    def encode_pieces(self, pieces: Sequence[Piece]) -> list[tuple[list[int], NDArray[np.uint8]]]:
+        """Return the token ids of each piece, and which of them are predicted.
 
-        Pieces are tokenised each by itself, so that a prompt has the tokens that it has without an answer.
+        In markup, special tokens that are written are tokens. A piece with ``answers`` is tokenised whole, and a token
+        is predicted when one of its characters is an answer's. Other pieces are predicted as a whole or not at all,
+        and tokenised each by itself: a prompt has the tokens that it has without its completion.
+
+        Shapes: ``[tokens]`` each.
         """
-        ids: list[list[int]] = [[] for _ in pieces]
+        out: list[tuple[list[int], NDArray[np.uint8]]] = [([], np.zeros(0, np.uint8)) for _ in pieces]
+        chosen = [n for n, piece in enumerate(pieces) if piece.answers is None]
+        for n, ids in zip(chosen, self.encode_many([pieces[n].text for n in chosen]), strict=True):
+            out[n] = (ids, np.full(len(ids), pieces[n].loss, np.uint8))
         for markup in (False, True):
-            chosen = [n for n, piece in enumerate(pieces) if piece.markup is markup]
-            if not chosen:
-                continue
-            self.backend.encode_special_tokens = not markup
-            try:
-                encoded = self.encode_many([pieces[n].text for n in chosen])
-            finally:
-                self.backend.encode_special_tokens = True
-            for n, found in zip(chosen, encoded, strict=True):
-                ids[n] = found
-        return ids
+            chosen = [n for n, p in enumerate(pieces) if p.answers is not None and p.markup is markup]
+            if chosen:
+                self._offsets.encode_special_tokens = not markup
+                texts = [pieces[n].text for n in chosen]
+                for n, found in zip(
+                    chosen, self._offsets.encode_batch(texts, add_special_tokens=False), strict=True
+                ):
+                    out[n] = (found.ids, answer_mask(found.offsets, pieces[n].answers or ()))
+        return out
+
+    @functools.cached_property
+    def _offsets(self) -> Any:
+        """The same tokenizer without what it does after tokenising, which may move the ends of tokens."""
+        backend = _backend().Tokenizer.from_str(self.backend.to_str())
+        backend.post_processor = None
+        backend.no_padding()
+        backend.no_truncation()
+        return backend
 
     def special_tokens(self) -> tuple[str, ...]:
         """Return every special token as it is written."""
@@ -95,6 +110,24 @@ class TextTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids; the end-of-text token is written out as it is."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def answer_mask(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]) -> NDArray[np.uint8]:
+    """Return 1 for each token (first character, end) that shares a character with an answer (first, end; ascending).
+
+    Shapes: ``[tokens]``.
+    """
+    out = np.zeros(len(offsets), np.uint8)
+    if not answers or not offsets:
+        return out
+    tokens = np.asarray(offsets, np.int64)
+    begins, ends = np.asarray(answers, np.int64).T
+    behind = np.searchsorted(
+        ends, tokens[:, 0], "right"
+    )  # the first answer that ends behind a token's beginning
+    there = behind < len(ends)
+    out[there] = begins[behind[there]] < tokens[there, 1]
+    return out
 
 
 def _backend() -> Any:
