@@ -177,7 +177,7 @@ def planted(kill: Kill | None) -> Iterator[None]:
         elif kill.moment != "any time":
             for module, name, after in {
                 "shards": [(save_module._Writer, "write_data", True)],
-                "hash": [(save_module, "hash_file", False)],
+                "hash": [(save_module, "sealed_files", False)],
                 "manifest": [(save_module, "write_manifest", False)],
                 "manifest written": [(save_module, "write_manifest", True)],
                 "rename": [(save_module, "publish", False)],

@@ -113,7 +113,8 @@ def test_export_of_an_fsdp_checkpoint(tmp_path: Path) -> None:
 
     want = weights_of(LLAMA)
     state = {"model": want, "optim": {"exp_avg": {n: t * 0 for n, t in want.items()}}}
-    dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "step-9", no_dist=True)
+    (tmp_path / "step-9").rename(tmp_path / "theirs")
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(LLAMA))
     done = export_command(str(tmp_path / "theirs"), str(tmp_path / "out"), check_logits=True, dtype="fp64")
     assert done["kind"] == "torch-dcp"

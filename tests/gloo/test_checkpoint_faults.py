@@ -16,7 +16,7 @@ from checkpoint_runs import ADAMW, LLAMA, SGD, TIED, Run, differing
 from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint import save as save_module
 from meshwright.checkpoint.load import latest_checkpoint
-from meshwright.checkpoint.manifest import hash_file, why_incomplete
+from meshwright.checkpoint.manifest import why_incomplete
 from meshwright.mesh.rank_process import RankFailure
 
 LAYOUT = "dp=2,zero=3,precision=fp32"
@@ -36,10 +36,10 @@ def killed_while_saving(rank: int, world: int, folder: Path) -> None:
     run.train(1, 1)
     run.save(folder, 10)
 
-    def die(path: Path, pieces: Any = ()) -> Any:
+    def die(temporary: Path, files: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(save_module, "hash_file", die):
+    with mock.patch.object(save_module, "sealed_files", die):
         run.save(folder, 20)
 
 
@@ -100,18 +100,18 @@ def save_with_faults(rank: int, world: int, folder: Path) -> dict[str, list[tupl
 
     with mock.patch.object(save_module._Writer, "write_data", write_data) if rank == 1 else mock.MagicMock():
         found["write"] = codes(run.save, folder, 2)
-    on_rank(1, "hash_file", side_effect=full)
+    on_rank(1, "sealed_files", side_effect=full)
     on_rank(0, "write_manifest", side_effect=full)
     on_rank(0, "clean", side_effect=PermissionError(13, "Permission denied"))
-    unseen = MeshwrightError(save_module.problem("E702", found=".metadata: FileNotFoundError"))
-    on_rank(1, "read_index", side_effect=unseen)
+    on_rank(1, "METADATA", new="not-there")
 
-    def longer(path: Path, pieces: Any = ()) -> Any:
-        real = hash_file(path, pieces)
-        return save_module.StoredFile(file=real.file, bytes=real.bytes + 1, sha256=real.sha256)
+    def longer(temporary: Path, files: Any) -> Any:
+        return [save_module.StoredFile(file=f.file, bytes=f.bytes + 1) for f in files]
 
-    on_rank(1, "hash_file", new=longer)
-    found["not seen by rank 0"] = found.pop("hash_file on 1")
+    sealing = found.pop("sealed_files on 1")
+    on_rank(1, "sealed_files", new=longer)
+    found["not seen by rank 0"] = found.pop("sealed_files on 1")
+    found["sealed_files on 1"] = sealing
     found["extra"] = codes(run.save, folder, 2, value={1, 2} if rank == 1 else 0)
     found["infinite"] = codes(run.save, folder, 2, value=float("inf"))
     stranger = torch.nn.Parameter(torch.zeros(3))
@@ -130,7 +130,8 @@ def test_a_fault_on_one_rank_ends_the_save_on_all(pool, tmp_path):
         "write": ["E703"],
         "write_manifest on 0": ["E703"],
         "clean on 0": ["E703"],
-        "read_index on 1": ["E704"],
+        "METADATA on 1": ["E704"],
+        "sealed_files on 1": ["E703"],
         "not seen by rank 0": ["E704"],
         "extra": ["E717"],
         "infinite": ["E717"],

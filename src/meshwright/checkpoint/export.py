@@ -25,7 +25,7 @@ from meshwright.checkpoint.adapter import (
     load_base,
     merged,
 )
-from meshwright.checkpoint.foreign import is_foreign
+from meshwright.checkpoint.foreign import is_anothers
 from meshwright.checkpoint.foreign_export import compare_foreign, export_foreign, read_config
 from meshwright.checkpoint.hf_folder import (
     MAX_SHARD_BYTES,
@@ -41,7 +41,6 @@ from meshwright.checkpoint.inspect import find_checkpoint
 from meshwright.checkpoint.load import stored_tensors
 from meshwright.checkpoint.logits import logit_difference, model_options
 from meshwright.checkpoint.manifest import (
-    MANIFEST,
     MODEL,
     damage_problem,
     find_damage,
@@ -139,7 +138,7 @@ def export_command(
             comparison raise.
     """
     given = read_config(Path(config)) if config is not None else None
-    if not (Path(dir) / MANIFEST).is_file() and is_foreign(Path(dir)):
+    if is_anothers(Path(dir)):
         if merge:
             raise MeshwrightError(
                 problem("E281", where="--merge-adapter", found=f"{dir} is not of a run of this program")

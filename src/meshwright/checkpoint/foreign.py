@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
 from meshwright.checkpoint.deepspeed import is_deepspeed, open_deepspeed
 from meshwright.checkpoint.load import stored_tensors
-from meshwright.checkpoint.manifest import METADATA, listed
+from meshwright.checkpoint.manifest import MANIFEST, METADATA, MODEL, listed
 from meshwright.checkpoint.metadata import read_index, read_tensor
 from meshwright.model.spec import ModelSpec
 
@@ -54,6 +54,20 @@ class Foreign:
 def is_foreign(path: Path) -> bool:
     """Return whether ``path`` is a folder that torch's distributed checkpoint or DeepSpeed wrote."""
     return (path / METADATA).is_file() or is_deepspeed(path)
+
+
+def is_anothers(path: Path) -> bool:
+    """Return whether ``path`` is another program's checkpoint, and not one of ours whose manifest is missing.
+
+    Raises:
+        MeshwrightError: E710 for an index that is not one of tensors.
+    """
+    if (path / MANIFEST).is_file() or not is_foreign(path):
+        return False
+    if not (path / METADATA).is_file():
+        return True
+    keys = read_index(path, only_tensors=False).state_dict_metadata
+    return not any(str(key).startswith(MODEL) for key in keys)
 
 
 def open_foreign(path: Path) -> Foreign:

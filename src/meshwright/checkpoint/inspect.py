@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.base.units import format_bytes
-from meshwright.checkpoint.foreign import inspect_foreign, is_foreign
+from meshwright.checkpoint.foreign import inspect_foreign, is_anothers
 from meshwright.checkpoint.load import latest_checkpoint
 from meshwright.checkpoint.manifest import MANIFEST, find_damage, manifest_or_reason, read_manifest
 
@@ -42,7 +42,7 @@ def inspect_command(dir: str) -> dict[str, Any]:
     Raises:
         MeshwrightError: E701, E702, E718; of another program's checkpoint E580-E585, E710.
     """
-    if not (Path(dir) / MANIFEST).is_file() and is_foreign(Path(dir)):
+    if is_anothers(Path(dir)):
         return inspect_foreign(Path(dir))
     path = find_checkpoint(Path(dir))
     manifest = read_manifest(path)
@@ -91,7 +91,7 @@ def verify_command(dir: str) -> dict[str, Any]:
     Raises:
         MeshwrightError: E701, E718.
     """
-    if not (Path(dir) / MANIFEST).is_file() and is_foreign(Path(dir)):
+    if is_anothers(Path(dir)):
         found = "a checkpoint of another program has no checksums to compare with"
         do = "meshwright checkpoint inspect looks whether all files are there and add up"
         raise MeshwrightError(problem("E701", where=dir, found=found, do=do))

@@ -26,7 +26,7 @@ from meshwright.checkpoint.manifest import (
     why_incomplete,
 )
 from meshwright.checkpoint.metadata import SafeReader, read_index
-from meshwright.checkpoint.state import Place, RankState, create_state, rank_state
+from meshwright.checkpoint.state import Place, RankState, create_state, has_state, rank_state
 
 PREFIXES = ("module.", "_orig_mod.", "model.", "transformer.", "_fsdp_wrapped_module.")
 """What wrappers put before a name; only used to say what differs."""
@@ -97,7 +97,7 @@ def load_checkpoint(
     stored = stored_tensors(index)
     with_state = any(key.startswith(OPTIMIZER) for key in stored)
     try:
-        if optimizer is not None and with_state:
+        if optimizer is not None and with_state and not has_state(optimizer):
             create_state(optimizer)
         state = rank_state(params, optimizer if with_state else None, tied, with_copies=True, place=place)
         wanted = state.tensors | {key: t for key, t in state.copies if key not in state.tensors}

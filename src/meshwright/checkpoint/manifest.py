@@ -13,6 +13,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +21,8 @@ from typing import Any, Final
 from meshwright.base.errors import MeshwrightError, Problem, problem
 
 FORMAT: Final = "meshwright-checkpoint"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+"""2: a file that its pieces fill has their CRC-32 and no SHA-256."""
 MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
 """torch DCP's own index: which file holds which piece of which tensor."""
@@ -32,6 +34,12 @@ _STEP = re.compile(r"^step-(\d+)$")
 _TEMPORARY = re.compile(r"^\.step-(\d+)\.tmp-[0-9a-f]+$")
 _OLD = re.compile(r"^\.step-(\d+)\.old-[0-9a-f]+$")
 _PIECE: Final = 1 << 22
+_CHECKED: Final = 1 << 20
+"""Bytes that are read and checksummed together, while they are in the processor's cache."""
+
+_THREADS: Final = 4
+"""Pieces of a file that are checksummed at the same time (zlib lets other threads run)."""
+
 SHOWN: Final = 5
 """Names that a message lists before it only counts."""
 
@@ -48,11 +56,11 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """One file of a checkpoint: its size, its SHA-256 and the pieces of tensors in it."""
+    """One file of a checkpoint: its size, the pieces of tensors in it, and its SHA-256 where they do not fill it."""
 
     file: str
     bytes: int
-    sha256: str
+    sha256: str = ""
     chunks: tuple[Chunk, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -212,16 +220,16 @@ def is_plain_name(name: str) -> bool:
 
 
 def find_damage(folder: Path, files: Sequence[Mapping[str, Any]], *, quick: bool = False) -> list[Damage]:
-    """Return every one of ``files`` (manifest entries) that is missing or whose size or SHA-256 differs.
+    """Return every one of ``files`` (manifest entries) that is missing or whose size or checksums differ.
 
-    ``quick``: a file that consists of pieces is compared by its size and the CRC-32 of each piece, four times as fast;
-    only one that differs is hashed.
+    A file that its pieces fill without a gap has the CRC-32 of each piece; others have a SHA-256 of the whole. ``quick``:
+    where a file has both (older checkpoints), only the pieces are compared, which is six times as fast.
     """
     damage: list[Damage] = []
     for entry in files:
         name, chunks = str(entry["file"]), list(entry["chunks"])
         path = folder / name
-        if quick and _pieces_intact(path, entry):
+        if (quick or not entry["sha256"]) and _pieces_intact(path, entry):
             continue
         everything = tuple(dict.fromkeys(str(c["key"]) for c in chunks))
         try:
@@ -229,7 +237,7 @@ def find_damage(folder: Path, files: Sequence[Mapping[str, Any]], *, quick: bool
         except OSError as error:
             damage.append(Damage(file=name, why=f"{type(error).__name__}: {error}", tensors=everything))
             continue
-        if found.sha256 == entry["sha256"] and found.bytes == entry["bytes"]:
+        if entry["sha256"] and found.sha256 == entry["sha256"] and found.bytes == entry["bytes"]:
             continue
         wrong = tuple(
             dict.fromkeys(
@@ -241,7 +249,7 @@ def find_damage(folder: Path, files: Sequence[Mapping[str, Any]], *, quick: bool
         why = (
             f"{found.bytes} bytes, the manifest says {entry['bytes']}"
             if found.bytes != entry["bytes"]
-            else "its bytes changed: another SHA-256 than the manifest's"
+            else f"its bytes changed: another {'SHA-256' if entry['sha256'] else 'CRC-32'} than the manifest's"
         )
         if name == METADATA:
             why += " (the index of all tensors)"
@@ -251,24 +259,33 @@ def find_damage(folder: Path, files: Sequence[Mapping[str, Any]], *, quick: bool
 
 def _pieces_intact(path: Path, entry: Mapping[str, Any]) -> bool:
     """Return whether a file that its pieces fill without a gap has its size and the CRC-32 of every piece."""
-    at = 0
+    chunks = sorted(entry["chunks"], key=lambda c: c["offset"])
+    ends = [0, *(c["offset"] + c["length"] for c in chunks)]
+    if not chunks or [c["offset"] for c in chunks] != ends[:-1] or ends[-1] != entry["bytes"]:
+        return False
     try:
-        with path.open("rb") as stream:
-            for chunk in sorted(entry["chunks"], key=lambda c: c["offset"]):
-                if chunk["offset"] != at:
-                    return False
-                crc, left = 0, int(chunk["length"])
-                while left:
-                    piece = stream.read(min(_PIECE, left))
-                    if not piece:
-                        return False
-                    crc, left = zlib.crc32(piece, crc), left - len(piece)
-                if crc != chunk["crc32"]:
-                    return False
-                at += chunk["length"]
-            return bool(entry["chunks"]) and at == entry["bytes"] and not stream.read(1)
+        with path.open("rb") as stream, ThreadPoolExecutor(_THREADS) as pool:
+            if os.fstat(stream.fileno()).st_size != ends[-1]:
+                return False
+            runs = [chunks[k::_THREADS] for k in range(_THREADS)]
+            return all(pool.map(lambda run: _run_intact(stream.fileno(), run), runs))
     except OSError:
         return False
+
+
+def _run_intact(handle: int, chunks: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether each of ``chunks`` of an open file has its CRC-32; holds one MiB."""
+    view = memoryview(bytearray(_CHECKED))
+    for chunk in chunks:
+        crc, at, end = 0, int(chunk["offset"]), int(chunk["offset"]) + int(chunk["length"])
+        while at < end:
+            count = os.preadv(handle, [view[: min(_CHECKED, end - at)]], at)
+            if not count:
+                return False
+            crc, at = zlib.crc32(view[:count], crc), at + count
+        if crc != chunk["crc32"]:
+            return False
+    return True
 
 
 def damage_problem(folder: Path, damage: Damage) -> Problem:

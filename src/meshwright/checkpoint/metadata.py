@@ -11,6 +11,7 @@ import importlib
 import io
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -25,9 +26,12 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.checkpoint.manifest import METADATA, is_plain_name
+from meshwright.checkpoint.piece_files import read_rows
 
 _INDEX = "torch.distributed.checkpoint.metadata"
 ALLOWED: Final[frozenset[tuple[str, str]]] = frozenset(
@@ -127,11 +131,12 @@ def _check(index: Any, only_tensors: bool) -> None:
 
 
 class SafeReader(FileSystemReader):
-    """DCP's file reader with the checked index."""
+    """DCP's file reader with the checked index; what can be is read straight into the memory that it is for."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(folder)
         self._index = index
+        self._pieces: dict[tuple[str, torch.Size | None], tuple[int, ...]] | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index that was read and checked before."""
@@ -139,6 +144,47 @@ class SafeReader(FileSystemReader):
             self._index.storage_meta = StorageMeta()
         self._index.storage_meta.load_id = self.load_id
         return self._index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors of ``plan``: rows of a piece straight into place, the rest as torch reads it."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        rest: list[ReadItem] = []
+        for name, items in by_file.items():
+            with (Path(self.path) / name).open("rb", buffering=0) as stream:
+                rest += [item for item in items if not self._direct(stream.fileno(), item, planner)]
+        if rest:
+            return super().read_data(replace(plan, items=rest), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _direct(self, handle: int, item: ReadItem, planner: LoadPlanner) -> bool:
+        entry = self._index.state_dict_metadata[item.storage_index.fqn]
+        if item.type != LoadItemType.TENSOR or not isinstance(entry, TensorStorageMetadata):
+            return False
+        shape = self._shapes().get((item.storage_index.fqn, item.storage_index.offset))
+        if shape is None or any(item.storage_offsets[1:]) or tuple(item.lengths[1:]) != shape[1:]:
+            return False
+        place = self.storage_data[item.storage_index]
+        target = planner.resolve_tensor(item).detach()
+        first = item.storage_offsets[0] if shape else 0
+        if not read_rows(handle, place.offset, shape, entry.properties.dtype, first, target):
+            return False
+        planner.commit_tensor(item, target)
+        return True
+
+    def _shapes(self) -> dict[tuple[str, torch.Size | None], tuple[int, ...]]:
+        """Return the sizes of each piece, by key and offsets."""
+        if self._pieces is None:
+            self._pieces = {
+                (key, chunk.offsets): tuple(chunk.sizes)
+                for key, entry in self._index.state_dict_metadata.items()
+                if isinstance(entry, TensorStorageMetadata)
+                for chunk in entry.chunks
+            }
+        return self._pieces
 
 
 def read_tensor(folder: Path, index: Metadata, key: str) -> Tensor:
@@ -202,8 +248,10 @@ def _read_piece(
     place = index.storage_data[MetadataIndex(key, chunk.offsets)]
     try:
         with (folder / place.relative_path).open("rb") as stream:
-            held: Any = io.BufferedReader(_Range(stream, place.offset, place.length))
-            piece = torch.load(held, map_location="cpu", weights_only=True)
+            piece = torch.empty(chunk.sizes, dtype=entry.properties.dtype)
+            if not read_rows(stream.fileno(), place.offset, tuple(chunk.sizes), piece.dtype, 0, piece):
+                held: Any = io.BufferedReader(_Range(stream, place.offset, place.length))
+                piece = torch.load(held, map_location="cpu", weights_only=True)
         if piece.shape != chunk.sizes or piece.dtype != entry.properties.dtype:
             raise ValueError(
                 f"a piece is {list(piece.shape)} {piece.dtype}, the index says {list(chunk.sizes)} "

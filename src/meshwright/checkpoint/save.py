@@ -1,8 +1,8 @@
 """Writing a checkpoint: every rank its own shards, aside, then one rename.
 
-Order: agree on a folder -> torch DCP writes the shards and its index -> every rank brings its own files to the disk and
-meanwhile reads them back and hashes them -> rank 0 writes the manifest -> one rename. A fault on any rank ends
-the save on all ranks with the same error and leaves the checkpoints that were there.
+Order: agree on a folder -> torch DCP plans, every rank writes its shards with their checksums and brings them to the
+disk, rank 0 the index -> rank 0 writes the manifest -> one rename. A fault on any rank ends the save on all ranks with
+the same error and leaves the checkpoints that were there.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem
 from meshwright.checkpoint.agree import Ranks
@@ -45,14 +47,41 @@ from meshwright.checkpoint.manifest import (
     write_manifest,
 )
 from meshwright.checkpoint.metadata import read_index
+from meshwright.checkpoint.piece_files import PieceFile
 from meshwright.checkpoint.state import Place, describe_optimizer, rank_state
 
 
 class _Writer(FileSystemWriter):
-    """DCP's file writer, without the folder's path in the index (it is a machine's, and it will be renamed)."""
+    """DCP's file writer, with one file per rank that is checksummed while it is written.
+
+    The folder's path is left out of the index (it is a machine's, and it will be renamed).
+
+    Attributes:
+        files: what this rank wrote.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, sync_files=True, overwrite=False)
+        self.files: list[StoredFile] = []
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the tensors of ``plan`` (all items are tensors: ``state`` refuses others) and bring them to the disk."""
+        results: list[WriteResult] = []
+        if plan.items:
+            name = f"{plan.storage_data.prefix}0.distcp"
+            with PieceFile(Path(self.path) / name) as file:
+                for item in plan.items:
+                    tensor = cast("Tensor", planner.resolve_data(item)).detach().cpu()
+                    offset, length = file.add(item.index.fqn, tensor)
+                    place = _StorageInfo(name, offset, length)
+                    results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
+            self.files = [file.stored]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
 
 def save_checkpoint(
@@ -142,8 +171,9 @@ def write_checkpoint(
     ranks.refuse(_json_problems(extra, "extra") + _json_problems(manifest, "manifest"))
     temporary = folder / _begin(ranks, folder, step)
     try:
-        _write_shards(ranks, temporary, captured.tensors)
-        files = _hash_shards(ranks, temporary)
+        writer = _Writer(temporary)
+        _write_shards(ranks, temporary, captured.tensors, writer)
+        files = _gather_files(ranks, temporary, writer)
         facts = {"extra": extra, "optimizer": captured.optimizer}
         copies = {c: o for part in ranks.gather(captured.tied) or () for c, o in part.items()}
         verdict: list[Problem] = []
@@ -197,7 +227,7 @@ def clean(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _write_shards(ranks: Ranks, temporary: Path, tensors: dict[str, Tensor]) -> None:
+def _write_shards(ranks: Ranks, temporary: Path, tensors: dict[str, Tensor], writer: _Writer) -> None:
     """Let DCP write this rank's shards and, on rank 0, the index."""
     try:
         with warnings.catch_warnings():
@@ -205,7 +235,7 @@ def _write_shards(ranks: Ranks, temporary: Path, tensors: dict[str, Tensor]) -> 
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(
                 dict(tensors),
-                storage_writer=_Writer(temporary, sync_files=False, overwrite=False),
+                storage_writer=writer,
                 process_group=ranks.group,
                 no_dist=ranks.world_size == 1,
             )
@@ -223,43 +253,27 @@ def _write_shards(ranks: Ranks, temporary: Path, tensors: dict[str, Tensor]) -> 
         ) from error
 
 
-def _hash_shards(ranks: Ranks, temporary: Path) -> list[StoredFile] | None:
-    """Return every rank's files with their hashes on rank 0 (None elsewhere), each hashed by who wrote it."""
+def _gather_files(ranks: Ranks, temporary: Path, writer: _Writer) -> list[StoredFile] | None:
+    """Return every rank's files with their checksums on rank 0 (None elsewhere)."""
     problems: list[Problem] = []
     mine: list[StoredFile] = []
     try:
-        pieces = _pieces(read_index(temporary))
-        own = sorted(temporary.glob(f"__{ranks.rank}_*"))
-        index = [temporary / METADATA] if ranks.rank == 0 else []
-        with ThreadPoolExecutor(1) as pool:  # the disk and the processor at the same time
-            synced = pool.submit(_sync_files, [*own, *index])
-            mine = [hash_file(path, pieces.get(path.name, ())) for path in own]
-            synced.result()
-        sync_folder(temporary)
-    except MeshwrightError as error:
-        found = f"rank {ranks.rank} does not see the index that rank 0 wrote: {error.problems[0].found}"
-        problems = [problem("E704", where=str(temporary.parent), found=found)]
+        mine = sealed_files(temporary, writer.files)
     except OSError as error:
         found = f"rank {ranks.rank}: {type(error).__name__}: {error}"
         problems = [problem("E703", where=str(temporary.parent), found=found)]
+    if not problems and not (temporary / METADATA).is_file():
+        found = f"rank {ranks.rank} does not see the index that rank 0 wrote"
+        problems = [problem("E704", where=str(temporary.parent), found=found)]
     ranks.refuse(problems, ExitCode.ENVIRONMENT)
     parts = ranks.gather(mine)
     return None if parts is None else [f for part in parts for f in part]
 
 
-def _sync_files(paths: Sequence[Path]) -> None:
-    """Bring the files to the disk."""
-    for path in paths:
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())
-
-
-def _pieces(index: Metadata) -> dict[str, list[tuple[str, int, int]]]:
-    """Return (key, offset, length) of every piece in each file."""
-    pieces: dict[str, list[tuple[str, int, int]]] = {}
-    for where, place in (index.storage_data or {}).items():
-        pieces.setdefault(place.relative_path, []).append((where.fqn, place.offset, place.length))
-    return pieces
+def sealed_files(temporary: Path, files: list[StoredFile]) -> list[StoredFile]:
+    """Return the files that this rank wrote, their names brought to the disk."""
+    sync_folder(temporary)
+    return files
 
 
 def finish_checkpoint(temporary: Path, files: list[StoredFile], facts: dict[str, Any]) -> list[Problem]:

@@ -98,6 +98,11 @@ def optimized(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
     return [p for g in optimizer.param_groups for p in g["params"]] if optimizer is not None else []
 
 
+def has_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer has made its state for every parameter that it updates."""
+    return all(optimizer.state.get(p) for p in optimized(optimizer))
+
+
 def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Make every entry of the optimizer's state, which torch makes only in the first update.
 
