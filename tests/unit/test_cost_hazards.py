@@ -9,6 +9,7 @@ from meshwright.base.errors import MeshwrightError
 from meshwright.base.units import GB, GIB, format_bytes, parse_bytes
 from meshwright.cluster.load import cluster_from_dict, read_cluster
 from meshwright.cost.collective import GroupShape, shape_of, strided_shape
+from meshwright.cost.estimate import estimate
 from meshwright.cost.fast import group_shapes, pipeline_seconds, stage_units
 from meshwright.cost.memory import CATEGORIES
 from meshwright.cost.pieces import make_pricer
@@ -27,7 +28,7 @@ from meshwright.layout.batch import derive_batch
 from meshwright.layout.parse import parse_layout
 from meshwright.layout.ranks import group
 from meshwright.model.activations import saved_activation_bytes
-from meshwright.model.read_hf import spec_from_config
+from meshwright.model.read_hf import read_model, spec_from_config
 from meshwright.model.spec import ModelSpec
 from meshwright.schedule.generate import generate
 
@@ -153,6 +154,22 @@ def test_h197_training_has_no_cache_and_fp32_doubles():
 def test_h198_the_start_has_its_own_peak():
     assert load_host_bytes(7e9, 8, 4, broadcast=False) / GB == 224
     assert load_host_bytes(7e9, 8, 4, broadcast=True) / GB == 28
+
+
+def test_h104_h198_host_memory_of_a_node_is_said_for_both_ways_of_loading():
+    """Eight processes: a unit each while loading, 3 x 4 bytes a parameter for checkpoints, rows without any prefetch."""
+    spec = read_model("llama-2-7b")
+    layout, cluster = parse_layout("dp=8,zero=3,precision=bf16"), read_cluster("a100-40gb-x8", 8)
+    found = estimate(spec, layout, cluster, 2048, 64)["host_bytes"]
+    root = 2 * 32000 * 4096 + 4096
+    assert found["load"] == 8 * 4 * root
+    assert found["load_naive"] == 8 * 4 * spec.num_parameters
+    assert found["checkpoint"] == pytest.approx(12 * spec.num_parameters, rel=0.01)
+    assert found["data"] == 64 * 2048 * 24
+    whole = estimate(spec, parse_layout("dp=8,precision=bf16"), cluster, 2048, 64)["host_bytes"]
+    assert whole["checkpoint"] == pytest.approx(
+        8 * found["checkpoint"], rel=0.01
+    )  # every replica copies its own
 
 
 def mfu_on(peak: float | None, matmul: float) -> float | None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem, refuse
+from meshwright.base.units import format_bytes
 from meshwright.cli.not_built import refuse_not_built
 from meshwright.cli.options import Adapter, Cluster, Freeze, GlobalBatch, Gpus, Json, Model, SeqLen
 from meshwright.cli.output import show_json
@@ -87,4 +88,15 @@ def _text(item: dict[str, Any], capacity_bytes: float) -> str:
         return "\n".join([*lines, "illegal: no prediction"])
     verdict = "fits" if item["fits"] else "does NOT fit"
     legal = "legal" if item["legal"] else "NOT legal today"
-    return "\n".join([describe_item(item, capacity_bytes), *lines, f"{legal}; {verdict}"])
+    return "\n".join(
+        [describe_item(item, capacity_bytes), _host(item["host_bytes"]), *lines, f"{legal}; {verdict}"]
+    )
+
+
+def _host(held: dict[str, float]) -> str:
+    """Return the line about host memory of one node."""
+    sizes = {name: format_bytes(value) for name, value in held.items()}
+    return (
+        f"  host       loading {sizes['load']} a node (a whole model in every process would be {sizes['load_naive']}), "
+        f"copy for checkpoints {sizes['checkpoint']}, rows of a step {sizes['data']}"
+    )

@@ -9,6 +9,7 @@ from meshwright.base.errors import Kind, MeshwrightError, Problem, problem
 from meshwright.base.records import Prediction
 from meshwright.base.units import format_bytes
 from meshwright.cluster.spec import ClusterSpec
+from meshwright.cost.host import host_bytes
 from meshwright.cost.predict import fits, predict
 from meshwright.cost.reason import binding, memory_sentence, time_sentence
 from meshwright.layout.batch import derive_batch
@@ -67,7 +68,7 @@ def estimate(
     frozen: Sequence[str] = (),
     schedule_text: str = "",
 ) -> dict[str, Any]:
-    """Return one ITEM with ``legal``, ``problems``, ``fits`` and ``ranks``.
+    """Return one ITEM with ``legal``, ``problems``, ``fits``, ``ranks`` and ``host_bytes`` (per node).
 
     A layout that breaks a rule of arithmetic has ``predicted: null``; one that only is not built yet is priced, and
     its problem says what runs instead. ``schedule_text`` holds the rows of a schedule that was read from a file.
@@ -85,6 +86,7 @@ def estimate(
     errors = [p for p in problems if p.severity == "error"]
     prediction: Prediction | None = None
     why: list[str] = []
+    host: dict[str, float] = {}
     binds = ""
     if batch is not None and all(p.kind is Kind.CODE for p in errors) and can_price(layout, schedule_text):
         resolved = layout.with_cut(resolve_cut(spec, layout, seq_len))
@@ -96,10 +98,12 @@ def estimate(
         prediction = predict(spec, layout, batch, schedule, cluster, frozen)
         why = [time_sentence(prediction), memory_sentence(prediction, cluster)]
         binds = binding(prediction, layout, cluster)
+        host = host_bytes(spec, layout, batch, cluster, prediction)
         problems += _almost_full(prediction, cluster)
     return _item(layout, prediction, why, binds) | {
         "legal": not errors,
         "problems": [p.as_dict() for p in problems],
         "fits": prediction is not None and fits(prediction),
         "ranks": [] if prediction is None else [r.as_dict() for r in prediction.ranks],
+        "host_bytes": host,
     }

@@ -102,11 +102,11 @@ An export (meshwright checkpoint export) casts on purpose and writes the dtype i
         title="The checkpoint is damaged",
         kind="input",
         why="bytes on the disk are not those that were written",
-        needs="the SHA-256 of every file as the manifest has it",
+        needs="the checksums of every file as the manifest has them",
         do="use another checkpoint, or copy the named file again from where it is whole",
-        page="""Every file's SHA-256 and every tensor piece's CRC-32 are in manifest.json.
+        page="""The CRC-32 of every tensor piece (and the SHA-256 of files that are not made of pieces) is in manifest.json.
 meshwright checkpoint verify reads all files and names the damaged file and the tensors in the damaged part.
-Loading checks the CRC-32 of every piece first, exporting the SHA-256 of every file.
+Loading, exporting and verifying read every byte and check it first.
 Damage in .metadata concerns the index of all tensors.
 Bytes that change on a disk point to the disk, the file system or the memory of the machine that wrote them.""",
     ),
