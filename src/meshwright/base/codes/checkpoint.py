@@ -104,7 +104,7 @@ An export (meshwright checkpoint export) casts on purpose and writes the dtype i
         why="bytes on the disk are not those that were written",
         needs="the checksums of every file as the manifest has them",
         do="use another checkpoint, or copy the named file again from where it is whole",
-        page="""The CRC-32 of every tensor piece (and the SHA-256 of files that are not made of pieces) is in manifest.json.
+        page="""The CRC-32 of every tensor piece is in manifest.json, the SHA-256 of files without pieces too.
 meshwright checkpoint verify reads all files and names the damaged file and the tensors in the damaged part.
 Loading, exporting and verifying read every byte and check it first.
 Damage in .metadata concerns the index of all tensors.
