@@ -132,7 +132,7 @@ def open_deepspeed(path: Path) -> ZeroCheckpoint:
         stage < 3
     ):  # the model file holds whole tensors; those that neither of the two above has are frozen ones
         module = _mapping(first.get("module"), models[0])
-        parts |= {n: p for n, p in _tensors(module, models[0], _unsaved(first)).items() if n not in parts}
+        parts |= _tensors(module, models[0], _unsaved(first) | parts.keys())
     return ZeroCheckpoint(
         folder=folder,
         files=(*models.values(), *optims.values()),
