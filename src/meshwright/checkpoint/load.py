@@ -175,28 +175,18 @@ def _prefix_hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 
 def _read(ranks: Ranks, path: Path, index: Metadata, state: RankState) -> None:
-    """Fill the tensors of ``state`` in place."""
+    """Fill the tensors of ``state`` in place: every rank plans and reads by itself, then all agree."""
+    problems: list[Problem] = []
     try:
-        with warnings.catch_warnings():
-            if ranks.world_size == 1:  # torch warns that it loads in one process, which is meant here
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(
-                dict(state.tensors),
-                storage_reader=SafeReader(path, index),
-                no_dist=ranks.world_size == 1,
-            )
+        with warnings.catch_warnings():  # torch warns that nothing is exchanged, which is meant here
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(dict(state.tensors), storage_reader=SafeReader(path, index), no_dist=True)
     except CheckpointException as error:
-        raise MeshwrightError(
-            [
-                problem(
-                    "E711",
-                    where=str(path),
-                    found=f"rank {guilty}: {type(cause).__name__}: {cause}",
-                )
-                for guilty, (cause, _) in sorted(error.failures.items())
-            ],
-            ExitCode.ENVIRONMENT,
-        ) from error
+        problems = [
+            problem("E711", where=str(path), found=f"rank {ranks.rank}: {type(cause).__name__}: {cause}")
+            for _, (cause, _) in sorted(error.failures.items())
+        ]
+    ranks.refuse(problems, ExitCode.ENVIRONMENT)
     with torch.no_grad():
         for key, tensor in state.copies:
             tensor.copy_(state.tensors[key])

@@ -6,11 +6,12 @@ piece's beginning, so that a reader that finds the head it expects reads the ten
 The archive's own checksum of those bytes is left out (torch does not compare it): the manifest has a CRC-32 of the
 whole piece. Tensors of other dtypes, or of 2 GiB and more, are written by ``torch.save``.
 
-While a file grows, a thread brings what is there to the disk.
+While a file grows, the system is told to begin with what is there already (Linux), so that little is left for the end.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import pickle
@@ -18,7 +19,7 @@ import struct
 import sys
 import zlib
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, cast
@@ -39,6 +40,9 @@ _STEP: Final = 1 << 20
 """Bytes that are checksummed and written together, while they are in the processor's cache."""
 
 _SYNC_EVERY: Final = 1 << 25
+_BEGIN: Final = 2
+"""SYNC_FILE_RANGE_WRITE of Linux."""
+
 _KINDS: Final = {dtype: name for name, dtype in STORAGES.items()}
 _DATE: Final = 0x21
 """1 January 1980, the first day that an archive can name."""
@@ -134,8 +138,7 @@ class PieceFile:
         self._chunks: list[Chunk] = []
         self._small = bytearray()
         self._at = 0
-        self._unsynced = 0
-        self._syncing: Future[None] | None = None
+        self._there = self._begun = 0
         self.stored = StoredFile(file=path.name, bytes=0)
 
     def __enter__(self) -> PieceFile:
@@ -155,8 +158,6 @@ class PieceFile:
         try:
             if kind is None:
                 self._flush()
-                if self._syncing is not None:
-                    self._syncing.result()
                 os.fsync(self._file.fileno())
                 self.stored = StoredFile(file=self._path.name, bytes=self._at, chunks=tuple(self._chunks))
         finally:
@@ -176,10 +177,13 @@ class PieceFile:
             torch.save(tensor.contiguous().clone(), stream)
             parts = [stream.getbuffer()]
         for part in parts:
-            for at in range(0, len(part), _STEP):
-                step = part[at : at + _STEP]
-                crc = zlib.crc32(step, crc)
-                self._write(step)
+            if len(part) > 4 * _STEP:  # summed and written at the same time: neither holds the interpreter
+                summed = self._pool.submit(_crc_of, part, crc)
+                self._write(part)
+                crc = summed.result()
+            else:
+                crc = zlib.crc32(part, crc)
+                self._write(part)
         self._chunks.append(Chunk(key=key, offset=begin, length=self._at - begin, crc32=crc))
         return begin, self._at - begin
 
@@ -199,13 +203,26 @@ class PieceFile:
     def _put(self, content: memoryview) -> None:
         done = 0
         while done < len(content):
-            done += self._file.write(content[done:])
-        self._unsynced += len(content)
-        if self._unsynced >= _SYNC_EVERY and (self._syncing is None or self._syncing.done()):
-            if self._syncing is not None:
-                self._syncing.result()
-            self._syncing = self._pool.submit(os.fdatasync, self._file.fileno())
-            self._unsynced = 0
+            count = self._file.write(content[done : done + _SYNC_EVERY])
+            done += count
+            self._there += count
+            if self._there - self._begun >= _SYNC_EVERY:
+                _begin_writing(self._file.fileno(), self._begun, self._there - self._begun)
+                self._begun = self._there
+
+
+def _crc_of(content: memoryview, crc: int) -> int:
+    """Return the CRC-32 of what was summed before and ``content``."""
+    for at in range(0, len(content), _STEP):
+        crc = zlib.crc32(content[at : at + _STEP], crc)
+    return crc
+
+
+def _begin_writing(handle: int, offset: int, length: int) -> None:
+    """Let the system begin to bring a part of a file to the disk; waits for nothing, promises nothing (Linux)."""
+    call: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call(handle, ctypes.c_int64(offset), ctypes.c_int64(length), _BEGIN)
 
 
 def read_rows(

@@ -271,8 +271,15 @@ def _gather_files(ranks: Ranks, temporary: Path, writer: _Writer) -> list[Stored
 
 
 def sealed_files(temporary: Path, files: list[StoredFile]) -> list[StoredFile]:
-    """Return the files that this rank wrote, their names brought to the disk."""
-    sync_folder(temporary)
+    """Return the files that this rank wrote, each as long as was counted; their names reach the disk with the manifest's.
+
+    Raises:
+        OSError: a file that is not there, or has another length.
+    """
+    for file in files:
+        size = (temporary / file.file).stat().st_size
+        if size != file.bytes:
+            raise OSError(f"{file.file} has {size} bytes, {file.bytes} were written")
     return files
 
 
