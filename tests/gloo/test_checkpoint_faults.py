@@ -195,7 +195,7 @@ def test_h131_what_does_not_match_is_listed_by_name_on_every_rank(pool, tmp_path
     assert "[26, 18]" in one["shape"][0][1]
     assert "[28, 18]" in one["shape"][0][1]
     assert "float64" in one["dtype"][0][1]
-    assert "SHA-256" in one["damaged"][0][1]
+    assert "CRC-32" in one["damaged"][0][1]
 
 
 def load_unreadable(rank: int, world: int, folder: Path) -> list[tuple[str, str]]:
