@@ -43,7 +43,9 @@ def estimate(
         )
     from meshwright.cluster.load import read_cluster
     from meshwright.cost.estimate import estimate as price
+    from meshwright.cost.machine_fit import calibrated
     from meshwright.layout.parse import parse_layout
+    from meshwright.mesh.env import cache_folder
     from meshwright.model.adapters import adapted, parse_adapter
     from meshwright.model.read_hf import read_model
     from meshwright.program.make import check_frozen
@@ -51,7 +53,7 @@ def estimate(
     spec = adapted(read_model(model), parse_adapter(adapter) if adapter is not None else None)
     parsed = parse_layout(layout)
     refuse(check_frozen(spec, tuple(freeze or ())))
-    machine = read_cluster(cluster, gpus or parsed.world_size)
+    machine, _ = calibrated(read_cluster(cluster, gpus or parsed.world_size), cache_folder())
     rows = schedule_rows(parsed.schedule)
     item = price(spec, parsed, machine, seq_len, global_batch, tuple(freeze or ()), rows)
     if as_json:

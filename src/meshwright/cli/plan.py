@@ -9,7 +9,6 @@ import typer
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.base.units import format_seconds
-from meshwright.cli.not_built import refuse_not_built
 from meshwright.cli.options import Adapter, Cluster, GlobalBatch, Gpus, Json, Model, SeqLen
 from meshwright.cli.output import check_writable, show_json
 from meshwright.cli.plan_answers import (
@@ -22,6 +21,10 @@ from meshwright.cli.plan_answers import (
     told_apart,
 )
 from meshwright.cli.plan_table import describe_item, plans_table
+from meshwright.cli.plan_try import as_dict as try_dict
+from meshwright.cli.plan_try import as_text as try_text
+from meshwright.cli.plan_try import check_try
+from meshwright.cli.plan_try import try_best as run_best
 
 if TYPE_CHECKING:
     from meshwright.search.search import SearchResult
@@ -82,7 +85,9 @@ def plan(
     ] = False,
     try_best: Annotated[
         int | None,
-        typer.Option("--try", min=1, metavar="K", help="Run the best K for a few steps (not built yet)."),
+        typer.Option(
+            "--try", min=1, max=64, metavar="K", help="Run the best K here for a few steps, learn, rank anew."
+        ),
     ] = None,
     adapter: Adapter = None,
     as_json: Json = False,
@@ -91,21 +96,22 @@ def plan(
 
     Example: meshwright plan llama-2-7b --cluster a100-40gb-x8 --seq-len 2048 --global-batch 64
     """
-    if try_best is not None:
-        refuse_not_built(
-            "meshwright plan --try", "run the best plan with meshwright train --plan plan.json --steps 5"
-        )
     _same_precision(fix, precision)
     if out is not None:
         check_writable(out)
     from meshwright.cluster.load import read_cluster
+    from meshwright.cost.machine_fit import calibrated
     from meshwright.layout.parse import parse_layout
+    from meshwright.mesh.env import cache_folder
     from meshwright.model.adapters import adapted, parse_adapter
     from meshwright.model.read_hf import read_model
     from meshwright.search.search import search
 
     spec = adapted(read_model(model), parse_adapter(adapter) if adapter is not None else None)
-    machine = read_cluster(cluster, gpus)
+    probed = read_cluster(cluster, gpus)
+    if try_best is not None:
+        check_try(probed, unbuilt=unbuilt)
+    machine, _ = calibrated(probed, cache_folder())
     request = Request(
         spec,
         machine,
@@ -120,15 +126,21 @@ def plan(
     )
     if why:  # a text that is not a layout is said before the search
         parse_layout(why, "--why")
+    shown = max(top, try_best or 0)
     result = search(
-        spec, machine, seq_len, global_batch, top=top, model_path=model, pareto=pareto, **request.search
+        spec, machine, seq_len, global_batch, top=shown, model_path=model, pareto=pareto, **request.search
     )
     found = bool(result.plans)
-    if found and out is not None:
+    more = _more(request, result, why, explain=explain, pareto=pareto)
+    best = result.plans[0] if found else None
+    if found and try_best is not None:
+        outcome = run_best(request, probed, result, try_best, top, model)
+        more["try"] = try_dict(outcome)
+        best = outcome.after[0][0]
+    if best is not None and out is not None:
         from meshwright.program.plan_file import save_plan
 
-        save_plan(result.plans[0], out)
-    more = _more(request, result, why, explain=explain, pareto=pareto)
+        save_plan(best, out)
     if as_json:
         show_json(_json(request, result) | more)
     else:
@@ -200,6 +212,8 @@ def _show(
         print("\n".join([f"{more['asked']['layout_text']}:", *(f"  {s}" for s in more["asked"]["why"])]))
     if "pareto" in more:
         print(front_text(more["pareto"]))
+    if "try" in more:
+        print(try_text(more["try"]))
     print(
         f"{result.searched} layouts priced, {result.bounded} ruled out by a bound, {result.legal} legal, "
         f"{result.fits} fit; {format_seconds(result.seconds)}"

@@ -466,4 +466,5 @@ def _from_probe(probe: Mapping[str, Any], name: str) -> ClusterSpec:
         inter=None,
         source=source,
         measured=measured,
+        machine=str(cast("Mapping[str, Any]", probe.get("machine") or {}).get("fingerprint", "")),
     )

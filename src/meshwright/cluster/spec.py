@@ -86,6 +86,8 @@ class ClusterSpec:
     notes: str = ""
     measured: Mapping[str, float] = field(default_factory=dict[str, float])
     """Other measured rates by name (for instance ``"seconds_per_step_overhead"``), SI units in the name."""
+    machine: str = ""
+    """Fingerprint of the machine that a probe measured; "" where the figures are not a machine's own."""
 
     @property
     def num_gpus(self) -> int:

@@ -45,11 +45,6 @@ MATMUL_ROLES = frozenset(
 )
 """Tensors of a block that tokens are multiplied with, in the order of its forward."""
 
-CPU_OPS = (9.0, 10.0)
-"""On a CPU an operation inside a Hugging Face module, with the Python around it, costs this many times a small
-operation in a tight loop, forward and backward: 0.75 and 2.0 ms a block of a 6-layer Llama of width 128, where the
-loop's were 1.6 and 3.3 us (CPU time on two shared cores)."""
-
 SPLIT_OPS, SPLIT_PASSES = 2.2, 8.0
 """On a CPU a split backward costs this many small operations more for each node: torch's pipelining walks the graph in
 Python to find what belongs to which half. And the gradients in between, kept apart from one half to the other, cost this
@@ -302,9 +297,8 @@ class Pricer:
             trained = not all((t.tied_to or t.name) in self.stopped for t in self.spec.head)
             backward = r.matmul_s(tokens, v, h) + (r.matmul_s(v, tokens, h) if trained else 0.0)
             backward += (2.0 * norm + logits * (copy + 20.0)) / r.copy_rate
-            ratio = (1.0, 1.0) if r.overlaps else CPU_OPS
-            forward += 14 * r.op_s * ratio[0]
-            backward += 14 * r.backward_op_s * ratio[1]
+            forward += 14 * r.op_s
+            backward += 14 * r.backward_op_s
             kept_loss = SAVED_LOGITS_BYTES * logits
             # between the halves of a backward: the gradients of the logits and of the final norm
             wide = self._residual_bytes(key)
@@ -319,8 +313,8 @@ class Pricer:
                 if trained:
                     forward += r.matmul_s(v, rows, h) + 2.0 * full * v * h / r.copy_rate
                 forward = LOSS_CHUNKS * (forward + CHUNK_OPS * r.op_s)
-                forward += (norm + logits * (copy + 24.0)) / r.copy_rate + 10 * r.op_s * ratio[0]
-                backward = (2.0 * norm + 2.0 * kept_loss) / r.copy_rate + 10 * r.backward_op_s * ratio[1]
+                forward += (norm + logits * (copy + 24.0)) / r.copy_rate + 10 * r.op_s
+                backward = (2.0 * norm + 2.0 * kept_loss) / r.copy_rate + 10 * r.backward_op_s
             final = saved_final_bytes(self.spec, self.seq_len, key.micro_batch, c, self._residual_bytes(key))
             final /= key.cp * (key.tp if key.sp else 1)
             self._ends[slot] = Work(
@@ -380,12 +374,12 @@ class Pricer:
         passes = PASSES["gpu" if r.overlaps else "cpu"]
         forward += passes[0] * whole / r.copy_rate
         backward += passes[1] * whole / r.copy_rate
-        ops, nodes = self._operations(block, linears, key)
+        ops, nodes = block_operations(spec, block, linears, autocast=key.autocast)
         if r.overlaps:  # a GPU runs kernels while the host launches the next ones
             forward, backward = max(forward, ops * r.op_s), max(backward, nodes * r.backward_op_s)
         else:
-            forward += CPU_OPS[0] * ops * r.op_s
-            backward += CPU_OPS[1] * nodes * r.backward_op_s
+            forward += ops * r.op_s
+            backward += nodes * r.backward_op_s
         captured = self._captured(block, tokens, key)
         # a GPU's host walks the graph while earlier kernels run
         split = 0.0 if r.overlaps else self._split_s(nodes, captured)
@@ -510,23 +504,6 @@ class Pricer:
         )
         return sum(s.num_bytes / share[s.along] for s in saved) / key.cp
 
-    def _operations(self, block: BlockSpec, linears: int, key: WorkKey) -> tuple[float, float]:
-        """Return the small operations of a forward, and the autograd nodes of a backward."""
-        norms = sum(1 for t in block.tensors if t.role == "norm" and not t.is_bias)
-        composed = self.spec.norm == "rmsnorm"
-        forward = norms * (7 if composed else 1) + linears + 12
-        backward = norms * (7 if composed else 1) + 2 * linears + 10
-        if self.spec.attention.rope:
-            forward += 16
-            backward += 14
-        extra = 8 if self.spec.activation in COMPOSED_GELU else (2 if self.spec.gated_mlp else 1)
-        forward += extra
-        backward += extra
-        if key.autocast:
-            forward += 2 * linears
-            backward += 2 * linears
-        return float(forward), float(backward)
-
     def _context(self, key: WorkKey, forward: float, backward: float) -> float:
         """Return exposed seconds of attention's exchange.
 
@@ -565,6 +542,32 @@ class Pricer:
         counts = float(self.times.seconds("all_to_all", 8.0 * block.moe.num_experts, shape))
         forwards = 1.0 if key.recompute == "none" else 2.0
         return forwards * counts + (2.0 + 2.0 * forwards) * rows
+
+
+def block_operations(
+    spec: ModelSpec, block: BlockSpec, linears: int | None = None, *, autocast: bool = False
+) -> tuple[float, float]:
+    """Return the small operations of a block's forward, and the autograd nodes of its backward.
+
+    ``linears`` are its matrix products; by default one for each of its matrices. A probe measures the seconds of one
+    of each by a block of its own.
+    """
+    if linears is None:
+        linears = sum(1 for t in block.tensors if t.role in MATMUL_ROLES and not t.is_bias)
+    norms = sum(1 for t in block.tensors if t.role == "norm" and not t.is_bias)
+    composed = spec.norm == "rmsnorm"
+    forward = norms * (7 if composed else 1) + linears + 12
+    backward = norms * (7 if composed else 1) + 2 * linears + 10
+    if spec.attention.rope:
+        forward += 16
+        backward += 14
+    extra = 8 if spec.activation in COMPOSED_GELU else (2 if spec.gated_mlp else 1)
+    forward += extra
+    backward += extra
+    if autocast:
+        forward += 2 * linears
+        backward += 2 * linears
+    return float(forward), float(backward)
 
 
 def make_pricer(

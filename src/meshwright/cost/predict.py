@@ -140,6 +140,8 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
             [problem("E408", where=f"device {pricer.cluster.device.name}", found=f"{mfu:.1f} % of the peak")]
         )
     spread = PROBED_SPREAD if pricer.cluster.measured else cold_band() / BAND_QUANTILE
+    fitted = pricer.cluster.measured.get("log_time_spread")
+    spread = spread if fitted is None else fitted
     memory = pricer.cluster.device.memory
     sources = (
         *pricer.rates.sources,
@@ -147,7 +149,8 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
         f"link inside a node: {pricer.cluster.intra.rate.source} ({pricer.cluster.intra.rate.kind})",
         *_between(pricer.cluster),
         *_bubble_note(clock.bubble_share_of_total, made, length, depth),
-        f"band: 80 %, assumed spread of {100 * spread:.0f} % until calibrated; "
+        f"band: 80 %, {'assumed' if fitted is None else 'fitted'} spread of {100 * spread:.0f} %"
+        f"{' until calibrated' if fitted is None else ''}; "
         f"peak: assumed spread of {100 * PEAK_SPREAD:.0f} %",
     )
     return Prediction(

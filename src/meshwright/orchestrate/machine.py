@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -14,22 +12,15 @@ import torch
 from meshwright.mesh.env import cache_folder
 from meshwright.orchestrate.proving import write_json
 from meshwright.probe.run import run_probe
+from meshwright.probe.topology import machine_facts
 
-VERSION = 1
+VERSION = 2
 """Counts changes of what a probe measures."""
 
 
 def machine_probe(nproc: int, show: Callable[[str], None], *, fresh: bool = False) -> dict[str, Any]:
     """Return a quick probe of ``nproc`` local ranks, measured now or found in the cache."""
-    facts = [
-        VERSION,
-        nproc,
-        os.cpu_count(),
-        platform.machine(),
-        platform.node(),
-        torch.__version__,
-        _processor(),
-    ]
+    facts = [VERSION, nproc, machine_fingerprint()]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
     file = cache_folder() / f"machine-{key}.json"
     if not fresh:
@@ -42,10 +33,6 @@ def machine_probe(nproc: int, show: Callable[[str], None], *, fresh: bool = Fals
     return probe
 
 
-def _processor() -> str:
-    """Return the processor's name where the system tells it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "")
-    except OSError:
-        return platform.processor()
+def machine_fingerprint() -> str:
+    """Return the fingerprint of this machine with its libraries, as probes carry it."""
+    return machine_facts("cuda" if torch.cuda.is_available() else "cpu")["fingerprint"]

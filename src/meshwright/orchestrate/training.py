@@ -21,6 +21,7 @@ from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, 
 from meshwright.base.records import Measurement, RankRecord, TimeSeconds, errors_pct
 from meshwright.cluster.load import cluster_from_probe, read_cluster
 from meshwright.cluster.spec import ClusterSpec
+from meshwright.cost.machine_fit import calibrated
 from meshwright.cost.predict import predict
 from meshwright.layout.batch import Batch, derive_batch
 from meshwright.layout.check import check, check_optimizer
@@ -267,10 +268,11 @@ def _priced(plan: Plan, spec: ModelSpec, cluster: ClusterSpec) -> tuple[Plan, tu
 
 
 def _cluster(run: Any, ranks: int, show: Show) -> tuple[ClusterSpec | None, dict[str, Any] | None]:
+    """Return the cluster with what this machine's runs have taught of it, and the probe that it was measured by."""
     if run.cluster is not None:
-        return read_cluster(run.cluster, ranks), None
+        return calibrated(read_cluster(run.cluster, ranks), cache_folder())[0], None
     probe = machine_probe(ranks, show)
-    return cluster_from_probe(probe), probe
+    return calibrated(cluster_from_probe(probe), cache_folder())[0], probe
 
 
 def _differences(plan: Plan, spec: ModelSpec, run: Any) -> list[Problem]:

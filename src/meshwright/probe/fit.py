@@ -16,6 +16,9 @@ SLOW_LINK_BYTES_PER_S: Final = 2 * GB
 FAST_LINK_BYTES_PER_S: Final = 15 * GB
 """Below the first a link is for pipeline stages only; above the second it carries tensor parallelism."""
 
+QUIET: Final = 0.9
+"""Below this share of the cores the ranks of a probe were disturbed by other programs."""
+
 
 def busbw_factor(collective: str, group_size: int) -> float:
     """Return bus bandwidth over algorithm bandwidth of ``collective`` in a group of ``group_size`` ranks.
@@ -66,10 +69,13 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Line:
     return Line(latency_s=latency, rate_bytes_per_s=1.0 / slope)
 
 
-def link(ranks: Sequence[int], collective: str, points: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """Return the JSON of one measured link: its points with both bandwidths, its latency and its peak."""
+def link(ranks: Sequence[int], collective: str, points: Sequence[tuple[float, ...]]) -> dict[str, Any]:
+    """Return the JSON of one measured link: its points with both bandwidths, its latency and its peak.
+
+    ``points`` are (bytes, seconds), or (bytes, seconds, processor seconds of a rank).
+    """
     factor = busbw_factor(collective, len(ranks))
-    line = fit_line(points)
+    line = fit_line([(p[0], p[1]) for p in points])
     return {
         "ranks": list(ranks),
         "collective": collective,
@@ -80,7 +86,8 @@ def link(ranks: Sequence[int], collective: str, points: Sequence[tuple[int, floa
                 "algbw_bytes_per_s": size / time_s,
                 "busbw_bytes_per_s": factor * size / time_s,
             }
-            for size, time_s in points
+            | ({"processor_s": more[0]} if more else {})
+            for size, time_s, *more in points
         ],
         "latency_s": line.latency_s,
         "peak_busbw_bytes_per_s": factor * line.rate_bytes_per_s,
@@ -150,12 +157,19 @@ def advice(
     pair_rates: Mapping[tuple[int, int], float],
     order: Sequence[int],
     broadcast_below_bytes: float | None,
+    quiet_share: float = 1.0,
 ) -> list[str]:
     """Return sentences, each with the figure that it comes from; only those that apply.
 
-    ``rank_slowness`` is each rank's compute time over the median of all ranks.
+    ``rank_slowness`` is each rank's compute time over the median of all ranks, ``quiet_share`` the part of the cores
+    that the ranks had while they were measured.
     """
     lines: list[str] = []
+    if quiet_share < QUIET:
+        lines.append(
+            f"other programs had {100 * (1 - quiet_share):.0f} % of the cores while this was measured: the seconds of "
+            "collectives are too long, those of compute are corrected; probe again when the machine is quiet"
+        )
     if is_cpu and world_size > cores:
         lines.append(
             f"{world_size} ranks share {cores:g} cores: they take turns, so more ranks on this machine prove a layout "

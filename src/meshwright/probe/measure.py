@@ -2,7 +2,8 @@
 
 Ranks of one machine may have to share cores. A single short operation then is either undisturbed or waits for a
 whole time slice, and the median of such times says nothing about a step. So compute is measured as a count over a
-window in which all ranks work, and collectives in loops between barriers.
+window in which all ranks work, in wall and in processor seconds; and a collective between pieces of compute, as it
+stands in a step: in a tight loop its threads stay awake and its ranks in step, and it takes a half of that time.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ import torch.nn.functional as F
 
 from meshwright.base.units import KIB, MIB, format_bytes
 from meshwright.mesh.env import RankFacts
+from meshwright.probe.block import Timing, launches, scaled
 from meshwright.probe.topology import gpu_topology, memory_bytes, node_name
 
-Points = list[tuple[int, float]]
+Points = list[tuple[int, float, float]]
+"""Bytes, wall seconds of the slowest rank, and processor seconds of one rank (the mean over the group)."""
+BETWEEN = ((128, 128, 128), 8)
+"""The compute between two collectives: a product's shape, and how many of them (some tenths of a millisecond)."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -139,14 +144,14 @@ class _Probe:
 
     # compute
 
-    def rate(self, work: Callable[[], Any], scale: float = 1.0) -> float:
-        """Return seconds per call of ``work`` while every rank calls it, times ``scale``."""
+    def rate(self, work: Callable[[], Any]) -> Timing:
+        """Return seconds per call of ``work`` while every rank calls it."""
         work()
-        times: list[float] = []
+        times: list[Timing] = []
         for _ in range(self.request.windows):
             self.barrier()
             self.sync()
-            count, begin = 0, time.perf_counter()
+            count, begin, used = 0, time.perf_counter(), time.process_time()
             while True:
                 work()
                 count += 1
@@ -154,42 +159,46 @@ class _Probe:
                     self.sync()
                     if time.perf_counter() - begin >= self.request.window_s:
                         break
-            times.append((time.perf_counter() - begin) / count)
-        return statistics.median(times) * scale
+            times.append(
+                ((time.perf_counter() - begin) / count, max(time.process_time() - used, 1e-9) / count)
+            )
+        return middle(times)
 
-    def paired_rate(self, first: Callable[[], Any], second: Callable[[Any], Any]) -> tuple[float, float]:
+    def paired_rate(self, first: Callable[[], Any], second: Callable[[Any], Any]) -> tuple[Timing, Timing]:
         """Return seconds per call of ``first`` and of ``second`` on its result, alternating, while all ranks do."""
         second(first())
-        sums: list[tuple[float, float]] = []
+        ones: list[Timing] = []
+        twos: list[Timing] = []
         for _ in range(self.request.windows):
             self.barrier()
-            count, one, two, begin = 0, 0.0, 0.0, time.perf_counter()
+            sums, count, begin = [0.0, 0.0, 0.0, 0.0], 0, time.perf_counter()
             while count == 0 or time.perf_counter() - begin < self.request.window_s:
                 self.sync()
-                t0 = time.perf_counter()
+                t0, c0 = time.perf_counter(), time.process_time()
                 value = first()
                 self.sync()
-                t1 = time.perf_counter()
+                t1, c1 = time.perf_counter(), time.process_time()
                 second(value)
                 self.sync()
-                two += time.perf_counter() - t1
-                one += t1 - t0
+                t2, c2 = time.perf_counter(), time.process_time()
+                sums = [s + d for s, d in zip(sums, (t1 - t0, c1 - c0, t2 - t1, c2 - c1), strict=True)]
                 count += 1
-            sums.append((one / count, two / count))
-        return statistics.median(s[0] for s in sums), statistics.median(s[1] for s in sums)
+            ones.append((sums[0] / count, max(sums[1], 1e-9) / count))
+            twos.append((sums[2] / count, max(sums[3], 1e-9) / count))
+        return middle(ones), middle(twos)
 
-    def matmul(self) -> list[float]:
+    def matmul(self) -> list[Timing]:
         """Return seconds of each shape in each precision."""
-        times: list[float] = []
+        times: list[Timing] = []
         for dtype in _DTYPES.values():
             for m, k, n in self.request.matmul_shapes:
-                a, b = self.empty(m, k, dtype=dtype), self.empty(n, k, dtype=dtype)
-                times.append(self.rate(lambda a=a, b=b: F.linear(a, b)))
+                a, b = self.empty(m, k, dtype=dtype), self.empty(k, n, dtype=dtype)
+                times.append(self.rate(lambda a=a, b=b: a @ b))
         return times
 
-    def attention(self) -> list[tuple[float, float]]:
+    def attention(self) -> list[tuple[Timing, Timing]]:
         """Return forward and backward seconds of causal attention for each shape in each precision."""
-        times: list[tuple[float, float]] = []
+        times: list[tuple[Timing, Timing]] = []
         for dtype in _DTYPES.values():
             for shape in self.request.attention_shapes:
                 q, k, v = (self.empty(*shape, dtype=dtype).requires_grad_() for _ in range(3))
@@ -202,45 +211,32 @@ class _Probe:
                 )
         return times
 
-    def memory(self) -> tuple[float, float]:
-        """Return bytes/s (read + written) of a copy, and of an elementwise operation that allocates its result."""
+    def memory(self) -> tuple[Timing, Timing]:
+        """Return seconds per byte (read + written) of a copy, and of an elementwise operation that allocates."""
         count = self.request.copied_bytes // 4
         source, target = self.empty(count), self.empty(count)
         copy_s = self.rate(lambda: target.copy_(source))
         elementwise_s = self.rate(lambda: source * 2.0)
-        return 8 * count / copy_s, 8 * count / elementwise_s
+        return scaled(copy_s, 1 / (8 * count)), scaled(elementwise_s, 1 / (8 * count))
 
-    def overhead(self) -> tuple[float, float]:
-        """Return seconds of one small operation recorded by autograd, and of its node in the backward."""
-        chain = 64
-        x = self.empty(8).requires_grad_()
-        factor = self.empty(8)
+    def overhead(self) -> tuple[Timing, Timing]:
+        """Return seconds of one small operation of a decoder block's forward, and of one node of its backward."""
+        return launches(self.paired_rate, self.device)
 
-        def forward() -> torch.Tensor:
-            y = x
-            for _ in range(chain):
-                y = y * factor
-            return y.sum()
+    def optimizer(self) -> tuple[Timing, Timing]:
+        """Return fused AdamW's seconds per byte of master, both moments and gradient, and its seconds per tensor."""
 
-        def backward(loss: torch.Tensor) -> None:
-            torch.autograd.grad(loss, x)
-
-        forward_s, backward_s = self.paired_rate(forward, backward)
-        return forward_s / (chain + 1), backward_s / (chain + 1)
-
-    def optimizer(self) -> tuple[float, float]:
-        """Return fused AdamW's bytes/s over master, both moments and gradient, and its seconds per tensor."""
-
-        def step_s(num_tensors: int, numel: int) -> float:
+        def step_s(num_tensors: int, numel: int) -> Timing:
             tensors = [torch.nn.Parameter(self.empty(numel)) for _ in range(num_tensors)]
             for tensor in tensors:
                 tensor.grad = torch.ones_like(tensor)
             return self.rate(torch.optim.AdamW(tensors, lr=1e-6, fused=True).step)
 
-        small_s = step_s(64, 64) / 64
+        small_s = scaled(step_s(64, 64), 1 / 64)
         numel = self.request.updated_elements
-        large_s = max(step_s(2, numel) - 2 * small_s, 1e-9)
-        return 2 * numel * 16 / large_s, small_s
+        large_s = step_s(2, numel)
+        rest = [max(a - 2 * b, 1e-9) / (2 * numel * 16) for a, b in zip(large_s, small_s, strict=True)]
+        return (rest[0], rest[1]), small_s
 
     # collectives
 
@@ -250,16 +246,29 @@ class _Probe:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.item()
 
+    def between(self) -> Callable[[], Any]:
+        """Return the compute that stands between two collectives."""
+        (m, k, n), count = BETWEEN
+        a, b = self.empty(m, k), self.empty(k, n)
+
+        def work() -> None:
+            for _ in range(count):
+                torch.mm(a, b)
+
+        return work
+
     def collective(
         self, make: Callable[[int], tuple[int, Callable[[], Any]] | None], group: Any, halves: int
     ) -> Points:
-        """Return (bytes, seconds) at each size.
+        """Return (bytes, wall seconds, processor seconds) at each size, between pieces of compute.
 
-        ``make(bytes)`` gives the real size and the operation (None for a rank that only keeps step). The loop of
-        every repeat is timed on each rank, the slowest rank of the group counts, the median repeat is reported.
-        All ranks agree on the numbers of calls; ``halves`` is the number of messages one call stands for.
+        ``make(bytes)`` gives the real size and the operation (None for a rank that only keeps step). Each repeat is a
+        loop of compute alone, then one of compute and collective, on the slowest rank of the group; the difference of
+        their lower quartiles is reported, since other programs only ever make a repeat longer. All ranks agree on the
+        numbers of calls; ``halves`` is the number of messages one call stands for.
         """
         points: Points = []
+        work = self.between()
         begin = time.perf_counter()
         for size in self.request.sizes:
             made = make(size)
@@ -269,29 +278,45 @@ class _Probe:
                 self.sync()
             self.barrier()
             t0 = time.perf_counter()
+            work()
             if made:
                 made[1]()
                 self.sync()
             first_s = self.agree(time.perf_counter() - t0)
-            inner = max(1, min(20, int(0.008 / first_s)))
-            repeats = max(3, min(11, int(self.request.link_budget_s / 6 / (inner * first_s))))
-            times: list[float] = []
+            inner = max(1, min(8, int(0.006 / first_s)))
+            repeats = max(5, min(15, int(self.request.link_budget_s / 6 / (inner * first_s))))
+            alone: list[Timing] = []
+            joined: list[Timing] = []
             for _ in range(repeats):
-                self.barrier()
-                t0 = time.perf_counter()
-                if made:
-                    for _ in range(inner):
-                        made[1]()
-                    self.sync()
-                times.append((time.perf_counter() - t0) / inner / halves)
+                alone.append(self.loop(work, None, inner))
+                joined.append(self.loop(work, made[1] if made else None, inner))
             if made:
-                slowest = torch.tensor(times, dtype=torch.float64, device=self.device)
-                dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-                points.append((made[0], statistics.median(slowest.tolist())))
+                figures = torch.tensor(
+                    [*alone, *joined], dtype=torch.float64, device=self.device
+                ).T.contiguous()
+                wall, used = figures[0].clone(), figures[1].clone()
+                dist.all_reduce(wall, op=dist.ReduceOp.MAX, group=group)
+                dist.all_reduce(used, group=group)
+                slowest, spent = [
+                    max(undisturbed(x[repeats:].tolist()) - undisturbed(x[:repeats].tolist()), 1e-6)
+                    for x in (wall, used / group_size(group))
+                ]
+                points.append((made[0], slowest / halves, spent / halves))
             spent_s = self.agree(time.perf_counter() - begin)
             if not self.request.quick and spent_s > self.request.link_budget_s:
                 break
         return points
+
+    def loop(self, work: Callable[[], Any], then: Callable[[], Any] | None, count: int) -> Timing:
+        """Return this rank's seconds per round of ``work`` and, if given, ``then``."""
+        self.barrier()
+        t0, c0 = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            work()
+            if then is not None:
+                then()
+        self.sync()
+        return (time.perf_counter() - t0) / count, (time.process_time() - c0) / count
 
     def links(self) -> list[tuple[list[int], str, Points]]:
         """Return, of the groups that this rank belongs to, each collective's points."""
@@ -382,6 +407,21 @@ class _Probe:
         return rates
 
 
+def middle(times: Sequence[Timing]) -> Timing:
+    """Return the medians."""
+    return statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)
+
+
+def undisturbed(values: Sequence[float]) -> float:
+    """Return the lower quartile."""
+    return statistics.quantiles(values, n=4, method="inclusive")[0]
+
+
+def group_size(group: Any) -> int:
+    """Return the number of ranks of a process group."""
+    return dist.get_world_size(group)
+
+
 def measure(facts: RankFacts, request: Request) -> list[dict[str, Any]]:
     """Return what every rank measured, by rank (the same list on each rank).
 
@@ -405,7 +445,7 @@ def measure(facts: RankFacts, request: Request) -> list[dict[str, Any]]:
     probe.say("memory, overheads, optimizer")
     copy, elementwise = probe.memory()
     op_s, backward_op_s = probe.overhead()
-    optimizer_bytes_per_s, optimizer_tensor_s = probe.optimizer()
+    optimizer_byte_s, optimizer_tensor_s = probe.optimizer()
     links: list[tuple[list[int], str, Points]] = []
     pairs: dict[tuple[int, int], float] = {}
     if facts.world_size > 1:
@@ -420,11 +460,12 @@ def measure(facts: RankFacts, request: Request) -> list[dict[str, Any]]:
         "topology": topology,
         "matmul": matmul,
         "attention": attention,
-        "copy": copy,
-        "elementwise": elementwise,
+        "threads": torch.get_num_threads(),
+        "copy_byte_s": copy,
+        "elementwise_byte_s": elementwise,
         "op_s": op_s,
         "backward_op_s": backward_op_s,
-        "optimizer_bytes_per_s": optimizer_bytes_per_s,
+        "optimizer_byte_s": optimizer_byte_s,
         "optimizer_tensor_s": optimizer_tensor_s,
         "links": links,
         "pairs": pairs,

@@ -10,7 +10,8 @@ from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.mesh import env
 from meshwright.mesh.launch import run_local
 from meshwright.probe.fit import advice, crossover_bytes, link, ring_order
-from meshwright.probe.topology import describe_nodes, effective_cores
+from meshwright.probe.processor import core_share, quiet_share
+from meshwright.probe.topology import describe_nodes, effective_cores, machine_facts
 
 
 def run_probe(nproc: int, quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def run_probe(nproc: int, quick: bool, show: Callable[[str], None]) -> dict[str,
         request,
         device=device,
         on_line=show,
-        preload=("meshwright.probe.measure",),
+        preload=("meshwright.probe.measure", "transformers"),
         collective_timeout_s=120.0,
     )
     ranks: list[dict[str, Any]] = results[0]
@@ -50,6 +51,7 @@ def run_probe(nproc: int, quick: bool, show: Callable[[str], None]) -> dict[str,
         backend="gloo" if device == "cpu" else "nccl",
         torch_version=torch.__version__,
         quick=quick,
+        machine=machine_facts(device),
     )
 
 
@@ -62,19 +64,18 @@ def assemble(
     backend: str,
     torch_version: str,
     quick: bool,
+    machine: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the probe's JSON from what each rank measured.
 
-    Times and rates of compute are means over ranks (they work at the same time, each for the whole window); a
-    link's points are those of its first rank, which are the slowest rank's times already.
+    Times and rates of compute are means over ranks (they work at the same time, each for the whole window); on a CPU
+    they are processor seconds over the share of a core that a rank has, which other programs do not stretch. A
+    link's points are those of its first rank, which are the slowest rank's times already. ``processor_s`` and
+    ``processor`` are the processor seconds of the same. ``machine`` says where it was measured and when.
 
     Raises:
         MeshwrightError: E521 for ranks on different devices.
     """
-
-    def mean(get: Callable[[Mapping[str, Any]], float]) -> float:
-        return statistics.fmean(get(r) for r in ranks)
-
     if any(r["device"] != ranks[0]["device"] for r in ranks):
         names = sorted({str(r["device"]) for r in ranks})
         raise MeshwrightError(
@@ -85,10 +86,18 @@ def assemble(
     is_cpu = ranks[0]["device"] == "cpu"
     matmul: list[dict[str, Any]] = []
     attention: list[dict[str, Any]] = []
+    share = core_share(world_size, cores) if is_cpu and ranks[0]["threads"] == 1 else None
+
+    def both(get: Callable[[Mapping[str, Any]], tuple[float, float]]) -> tuple[float, float]:
+        """Return wall and processor seconds, means over ranks."""
+        wall, used = (statistics.fmean(get(r)[i] for r in ranks) for i in range(2))
+        # what the ranks themselves used, over the share of a core that each has, is not stretched by other programs
+        return (wall if share is None else used / share), used
+
     for p, precision in enumerate(("fp32", "bf16")):
         for i, (m, k, n) in enumerate(matmul_shapes):
             j = p * len(matmul_shapes) + i
-            time_s = mean(lambda r, j=j: r["matmul"][j])
+            time_s, processor_s = both(lambda r, j=j: r["matmul"][j])
             matmul.append(
                 {
                     "precision": precision,
@@ -96,11 +105,14 @@ def assemble(
                     "k": k,
                     "n": n,
                     "time_s": time_s,
+                    "processor_s": processor_s,
                     "flops_per_s": 2.0 * m * k * n / time_s,
                 }
             )
         for i, (batch, heads, seq, head_dim) in enumerate(attention_shapes):
             j = p * len(attention_shapes) + i
+            forward = both(lambda r, j=j: r["attention"][j][0])
+            backward = both(lambda r, j=j: r["attention"][j][1])
             attention.append(
                 {
                     "precision": precision,
@@ -108,8 +120,10 @@ def assemble(
                     "heads": heads,
                     "seq": seq,
                     "head_dim": head_dim,
-                    "forward_s": mean(lambda r, j=j: r["attention"][j][0]),
-                    "backward_s": mean(lambda r, j=j: r["attention"][j][1]),
+                    "forward_s": forward[0],
+                    "backward_s": backward[0],
+                    "forward_processor_s": forward[1],
+                    "backward_processor_s": backward[1],
                 }
             )
     links = [
@@ -126,18 +140,32 @@ def assemble(
     rule: dict[str, Any] | None = None
     below: float | None = 0.0
     if world_size > 1:
-        both = [
+        curves = [
             [(p["bytes"], p["time_s"]) for p in by_kind[kind]["points"]]
             for kind in ("broadcast", "all_reduce")
         ]
-        shared = min(len(both[0]), len(both[1]))
-        below = crossover_bytes(both[0][:shared], both[1][:shared])
+        shared = min(len(curves[0]), len(curves[1]))
+        below = crossover_bytes(curves[0][:shared], curves[1][:shared])
         rule = {
             "broadcast_below_bytes": below,
-            "measured_up_to_bytes": both[0][shared - 1][0],
+            "measured_up_to_bytes": curves[0][shared - 1][0],
             "group_size": world_size,
         }
-    middle = statistics.median(sum(r["matmul"]) for r in ranks)
+    busy = [sum(wall for wall, _ in r["matmul"]) for r in ranks]
+    middle = statistics.median(busy)
+    quiet = quiet_share(ranks, share)
+    byte_s = {
+        name: both(lambda r, name=name: r[f"{name}_byte_s"]) for name in ("copy", "elementwise", "optimizer")
+    }
+    once_s = {
+        name: both(lambda r, name=name: r[name]) for name in ("op_s", "backward_op_s", "optimizer_tensor_s")
+    }
+    memory, overhead = (
+        [{f"{name}_bytes_per_s": 1 / byte_s[name][i] for name in names} for i in range(2)]
+        for names in (("copy", "elementwise"), ("optimizer",))
+    )
+    for i in range(2):
+        overhead[i] |= {name: timing[i] for name, timing in once_s.items()}
     nodes = describe_nodes([r["host"] for r in ranks])
     return {
         "device": ranks[0]["device"],
@@ -152,15 +180,12 @@ def assemble(
         "memory": {
             "total_bytes": min(r["total_bytes"] for r in ranks),
             "available_bytes": min(r["available_bytes"] for r in ranks),
-            "copy_bytes_per_s": mean(lambda r: r["copy"]),
-            "elementwise_bytes_per_s": mean(lambda r: r["elementwise"]),
+            **memory[0],
         },
-        "overhead": {
-            "op_s": mean(lambda r: r["op_s"]),
-            "backward_op_s": mean(lambda r: r["backward_op_s"]),
-            "optimizer_bytes_per_s": mean(lambda r: r["optimizer_bytes_per_s"]),
-            "optimizer_tensor_s": mean(lambda r: r["optimizer_tensor_s"]),
-        },
+        "overhead": overhead[0],
+        "processor": {"memory": memory[1], "overhead": overhead[1]},
+        "quiet_share": quiet,
+        "machine": dict(machine or {}),
         "topology": {
             **nodes,
             "cores_per_node": cores,
@@ -177,7 +202,8 @@ def assemble(
             is_cpu=is_cpu,
             links=links,
             matmul=matmul,
-            rank_slowness=[sum(r["matmul"]) / middle for r in ranks],
+            rank_slowness=[b / middle for b in busy],
+            quiet_share=quiet,
             pair_rates=pairs,
             order=order,
             broadcast_below_bytes=below,

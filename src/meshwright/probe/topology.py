@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import platform
 import re
 import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -176,3 +180,34 @@ def describe_nodes(hosts: Sequence[str]) -> dict[str, Any]:
     for rank, host in enumerate(hosts):
         seen.setdefault(host, []).append(rank)
     return {"nodes": len(seen), "ranks_of_node": list(seen.values())}
+
+
+def machine_facts(device: str) -> dict[str, Any]:
+    """Return what a profile of this machine depends on, with a fingerprint over it, and today's date.
+
+    ``device`` is "cpu" or "cuda". Two probes with one fingerprint measured the same machine with the same libraries;
+    the node's name is in the fingerprint only.
+    """
+    import torch
+    from torch.cuda import nccl
+
+    facts: dict[str, Any] = {
+        "device": _processor() if device == "cpu" else torch.cuda.get_device_name(0),
+        "devices": os.cpu_count() if device == "cpu" else torch.cuda.device_count(),
+        "cores": effective_cores(),
+        "architecture": platform.machine(),
+        "torch": torch.__version__,
+        "backend": "gloo" if device == "cpu" else f"nccl {'.'.join(map(str, nccl.version()))}",
+    }
+    text = json.dumps([facts, node_name()], sort_keys=True)
+    day = datetime.now(UTC).date().isoformat()
+    return facts | {"fingerprint": hashlib.sha256(text.encode()).hexdigest()[:16], "date": day}
+
+
+def _processor() -> str:
+    """Return the processor's name where the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "")
+    except OSError:
+        return platform.processor()

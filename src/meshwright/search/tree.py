@@ -6,9 +6,11 @@ number, and where its layout is not the search's, why.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from meshwright.base.records import MemoryBytes
 from meshwright.base.units import format_bytes
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.collective import GroupShape, collective_times, strided_shape
@@ -92,13 +94,23 @@ def memory_class(spec: ModelSpec, cluster: ClusterSpec, seq_len: int, precision:
     batch = Batch(global_batch=1, micro_batch=1, accumulation=1, dp=1, seq_len=seq_len)
     found = columns(make_pricer(spec, cluster, seq_len, precision), [one], [batch]).memory
     held = {name: float(found[name][0].max()) for name in found if name not in ("peak", "outside_allocator")}
-    total, capacity = sum(held.values()), cluster.device.memory.value
+    return _class_of(held, cluster.device.memory.value, "on one device with one sequence")
+
+
+def measured_class(memory: MemoryBytes, capacity_bytes: float, steps: int) -> tuple[Step, str]:
+    """Return the same from the live bytes that ``steps`` steps of the whole model with one sequence were seen to hold.
+
+    A run counts logits among the activations, and what is alive for a moment as working.
+    """
+    held = {name: float(size) for name, size in memory.as_dict().items() if name != "outside_allocator"}
+    return _class_of(held, capacity_bytes, f"in {steps} measured steps on one device with one sequence")
+
+
+def _class_of(held: Mapping[str, float], capacity: float, where: str) -> tuple[Step, str]:
+    total = sum(held.values())
     state = held["parameters"] + held["gradients"] + held["optimizer"]
     forward = held["activations"] + held["logits"]
-    said = (
-        f"state {format_bytes(state)} and activations {format_bytes(forward)} of {format_bytes(capacity)} "
-        f"on one device with one sequence"
-    )
+    said = f"state {format_bytes(state)} and activations {format_bytes(forward)} of {format_bytes(capacity)} {where}"
     rule = (
         f"state above {100 * STATE_SHARE:.1f} % of the memory, activations above {100 * ACTIVATION_SHARE:.0f} % or "
         f"gradients above {100 * GRADIENT_SHARE:.0f} % of what is held"

@@ -16,6 +16,7 @@ from meshwright.base.codes import (
     command,
     data,
     documents,
+    feedback,
     layout,
     layout_text,
     model,
@@ -44,6 +45,7 @@ TABLES: Final[tuple[tuple[CodeInfo, ...], ...]] = (
     command.CODES,
     report.CODES,
     backtest.CODES,
+    feedback.CODES,
     run.CODES,
 )
 
