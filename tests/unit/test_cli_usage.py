@@ -99,7 +99,7 @@ def test_every_command_speaks_json() -> None:
         (["doctor"], "E900", "probe"),
         (["checkpoint", "merge", "nowhere", "--out", "e"], "E701", "step-N"),
         (["checkpoint", "reshard", "nowhere", "--layout", "dp=2", "--out", "e"], "E701", "step-N"),
-        ([*PLAN, "--try", "2"], "E900", "--steps"),
+        ([*PLAN, "--try", "2", "--unbuilt"], "E479", "without --unbuilt"),
         ([*PLAN, "--adapter", "qlora:8"], "E272", ""),
         ([*PLAN, "--adapter", "lora"], "E274", ""),
         (["train", "nowhere.yaml"], "E100", ""),

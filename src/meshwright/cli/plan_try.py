@@ -128,7 +128,11 @@ def as_text(shown: dict[str, Any]) -> str:
         if one["terms"] is not None:
             lines.append(_terms_table(one["terms"]))
         if one["disturbed"]:
-            lines.append("    its steps differ too much from each other: it is not used in the fit")
+            stolen = one["stolen_share"]
+            waited = (
+                "" if stolen is None else f" (its ranks waited {100 * stolen:.0f} % of a step for a core)"
+            )
+            lines.append(f"    its steps were disturbed{waited}: it is not used in the fit")
     lines += ["", *_learnt(shown)]
     rows = [
         (
@@ -151,16 +155,10 @@ def _terms_table(terms: dict[str, dict[str, float]]) -> str:
     rows: list[tuple[str, str, str, str]] = []
     for name, pair in terms.items():
         what, _, unit = name.rpartition("_")
-        show = format_seconds if unit == "s" else format_bytes
+        show, kind = (format_seconds, "time") if unit == "s" else (format_bytes, "memory")
         error = f"{100 * (pair['predicted'] / pair['measured'] - 1):+.1f} %" if pair["measured"] else "-"
-        rows.append(
-            (
-                f"{what} ({'time' if unit == 's' else 'memory'})",
-                show(pair["predicted"]),
-                show(pair["measured"]),
-                error,
-            )
-        )
+        term = f"{what.replace('_', ' ')} ({kind})"
+        rows.append((term, show(pair["predicted"]), show(pair["measured"]), error))
     return table(("term", "predicted", "measured", "error"), rows, right=(1, 2, 3))
 
 

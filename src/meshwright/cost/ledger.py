@@ -25,6 +25,8 @@ FORMAT: Final = 1
 """Version of a row's format."""
 DISTURBED: Final = 0.5
 """Width of the middle 80 % of step times over their median from which a run says little about its layout."""
+STOLEN: Final = 0.1
+"""Share of a step that ranks with a core each waited for a core, from which other programs had too much of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ class LedgerRow:
         predicted_s, predicted_bytes: what was predicted before it ran; None where nothing was.
         processor_s: processor seconds of one step over all ranks, None where they were not measured.
         time_s, memory_bytes: the measured parts, by name.
+        stolen_share: share of a step that its ranks waited for a core of their own, None where that is not known.
     """
 
     machine: str
@@ -56,11 +59,12 @@ class LedgerRow:
     processor_s: float | None
     time_s: Mapping[str, float]
     memory_bytes: Mapping[str, int]
+    stolen_share: float | None = None
 
     @property
     def disturbed(self) -> bool:
-        """Whether its steps differ so much that they are not used in a fit."""
-        return self.spread_s > DISTURBED * self.step_time_s
+        """Whether its steps differ so much, or waited so long for a core, that they are not used in a fit."""
+        return self.spread_s > DISTURBED * self.step_time_s or (self.stolen_share or 0.0) > STOLEN
 
     @property
     def key(self) -> tuple[str, str, float]:
@@ -84,6 +88,7 @@ class LedgerRow:
             "processor_s": self.processor_s,
             "time_s": dict(self.time_s),
             "memory_bytes": dict(self.memory_bytes),
+            "stolen_share": self.stolen_share,
             "plan": plan_to_dict(self.plan) | {"prediction": None, "why": [], "binds": ""},
         }
 
@@ -98,6 +103,7 @@ def row_from_dict(data: Mapping[str, Any], where: str) -> LedgerRow:
         if data["format"] != FORMAT:
             raise ValueError(f"format {data['format']}, this is format {FORMAT}")
         predicted, size, used = data["predicted_s"], data["predicted_bytes"], data["processor_s"]
+        stolen = data["stolen_share"]
         row = LedgerRow(
             machine=str(data["machine"]),
             when=str(data["when"]),
@@ -112,6 +118,7 @@ def row_from_dict(data: Mapping[str, Any], where: str) -> LedgerRow:
             processor_s=None if used is None else float(used),
             time_s={str(k): float(v) for k, v in data["time_s"].items()},
             memory_bytes={str(k): int(v) for k, v in data["memory_bytes"].items()},
+            stolen_share=None if stolen is None else float(stolen),
         )
         if not 0.0 < row.step_time_s < 1e9 or not 0.0 <= row.spread_s < 1e9 or row.peak_memory_bytes < 1:
             raise ValueError("a step time, spread or peak that cannot be")

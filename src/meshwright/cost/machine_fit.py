@@ -226,7 +226,7 @@ def fit_machine(
     start = _logs(cases, cluster, np.zeros(len(NAMES))) - logs
     left = _logs(cases, cluster, theta) - logs
     information = jacobian.T @ jacobian + np.diag(1.0 / SPREADS**2)
-    covariance = np.linalg.inv(information)
+    covariance: Floats = np.asarray(np.linalg.inv(information), dtype=np.float64)
     leverage = np.einsum("ij,jk,ik->i", jacobian, covariance, jacobian)
     alone = left / np.maximum(1.0 - leverage, 0.05)
     held_out = None if len(used) < 2 else _percent(alone)
@@ -235,7 +235,7 @@ def fit_machine(
     variance = trust * float(np.mean(alone**2)) + (1.0 - trust) * PROBED_SPREAD**2
     return MachineProfile(
         factors={name: float(theta[i]) for i, name in enumerate(NAMES)},
-        covariance=[[float(x) for x in row] for row in covariance],
+        covariance=cast("list[list[float]]", covariance.tolist()),
         runs=len(used),
         left_out=sum(1 for r in rows if r.machine == cluster.machine) - len(used),
         before_pct=_percent(start),

@@ -62,6 +62,7 @@ class Tried:
         plan: with the prediction that it was ranked by.
         measurement: None where it failed, for the reasons in ``problems``.
         processor_s: processor seconds of a step over all ranks.
+        stolen_share: share of a step that ranks with a core each waited for one; None where that is not known.
         after: what is predicted of it with what was learnt.
     """
 
@@ -69,6 +70,7 @@ class Tried:
     plan: Plan
     measurement: Measurement | None = None
     processor_s: float | None = None
+    stolen_share: float | None = None
     problems: tuple[Problem, ...] = ()
     after: Prediction | None = None
 
@@ -86,6 +88,7 @@ class Tried:
             "errors_pct": errors_pct(before, measured) if both and before and measured else None,
             "terms": terms(before, measured) if before and measured else None,
             "predicted_after": None if self.after is None else self.after.as_dict(),
+            "stolen_share": self.stolen_share,
             "disturbed": measured is not None and _row_of(self, "", "").disturbed,
             "problems": [p.as_dict() for p in self.problems],
         }
@@ -173,10 +176,20 @@ def try_plans(plans: Sequence[Plan], cluster: ClusterSpec, show: Show) -> list[T
             plan=plan,
             measurement=measured(plan, ranks, cluster),
             processor_s=sum(median(r.processor_s) for r in ranks),
+            stolen_share=stolen_share(ranks, cluster),
         )
         show("    " + one_line(tried))
         out.append(tried)
     return out
+
+
+def stolen_share(ranks: Sequence[RankSteps], cluster: ClusterSpec) -> float | None:
+    """Return which share of a step ranks on a CPU waited for a core, where each has one of its own; else None."""
+    cores = cluster.measured.get("cores", 0.0)
+    waits = [r.queued_s for r in ranks if r.queued_s is not None]
+    if not cluster.device.is_cpu or len(ranks) > cores or not waits:
+        return None
+    return max(waits) / median(ranks[0].wall_s)
 
 
 def one_line(tried: Tried) -> str:
@@ -284,8 +297,9 @@ def terms(predicted: Prediction, now: Measurement) -> dict[str, dict[str, float]
             }
     out["step_s"] = {"predicted": predicted.step_time_s, "measured": now.step_time_s}
     held, seen = predicted.memory.as_dict(), now.memory.as_dict()
-    merged = {"activations": ("activations", "logits"), "working": ("working", "outside_allocator")}
-    for name in ("parameters", "gradients", "optimizer", "activations", "working"):
+    # a run counts what the loss saves as activations and its gradients as working: only their sum is comparable
+    merged = {"activations_and_working": ("activations", "logits", "working", "outside_allocator")}
+    for name in ("parameters", "gradients", "optimizer", "activations_and_working"):
         parts = merged.get(name, (name,))
         out[f"{name}_bytes"] = {
             "predicted": float(sum(held[p] for p in parts)),
@@ -315,6 +329,7 @@ def _row_of(tried: Tried, machine: str, when: str) -> LedgerRow:
         processor_s=tried.processor_s,
         time_s=now.time.as_dict(),
         memory_bytes=now.memory.as_dict(),
+        stolen_share=tried.stolen_share,
     )
 
 

@@ -62,6 +62,7 @@ class RankSteps:
         phases_s: wall seconds by part of the step (count, forward_backward, reduce, optimizer).
         busy_s: processor seconds of the rank's own thread up to the last backward: compute without waiting.
         actions_s: the same by action ("0F3", "0B3"), from its start to the next action's.
+        queued_s: seconds that the rank's own thread could run and had no core; None where the system does not tell.
     """
 
     rank: int
@@ -72,6 +73,15 @@ class RankSteps:
     phases_s: Mapping[str, float]
     busy_s: float
     actions_s: Mapping[str, float]
+    queued_s: float | None = None
+
+
+def queued_seconds() -> float | None:
+    """Return how long this thread has waited for a core since it began, by Linux's scheduler; None elsewhere."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 @dataclass
@@ -159,13 +169,18 @@ class _Session:
         self.actions.clear()
         wall: list[float] = []
         processor: list[float] = []
+        queued: list[float] = []
         phases: dict[str, list[float]] = {}
         for _ in range(self.task.steps):
             number += 1
+            waited = queued_seconds()
             begin, used = time.perf_counter(), time.process_time()
             result = self._step(number)
             wall.append(time.perf_counter() - begin)
             processor.append(time.process_time() - used)
+            after = queued_seconds()
+            if waited is not None and after is not None:
+                queued.append(after - waited)
             for name, seconds in result.phases_s.items():
                 phases.setdefault(name, []).append(seconds)
         return RankSteps(
@@ -177,6 +192,7 @@ class _Session:
             phases_s={name: median(values) for name, values in phases.items()},
             busy_s=median(self.busy or [0.0]),
             actions_s={name: median(values) for name, values in self.actions.items()},
+            queued_s=median(queued) if queued else None,
         )
 
     def _step(self, number: int) -> StepResult:
