@@ -223,6 +223,7 @@ def fit_machine(
     noise = np.array([_noise(r) for r in used])
     cases = [_case(r.plan) for r in used]
     theta, jacobian = _solve(cases, logs, noise, cluster)
+    factors = cast("list[float]", theta.tolist())
     start = _logs(cases, cluster, np.zeros(len(NAMES))) - logs
     left = _logs(cases, cluster, theta) - logs
     information = jacobian.T @ jacobian + np.diag(1.0 / SPREADS**2)
@@ -234,7 +235,7 @@ def fit_machine(
     trust = len(used) / (len(used) + 4.0)
     variance = trust * float(np.mean(alone**2)) + (1.0 - trust) * PROBED_SPREAD**2
     return MachineProfile(
-        factors={name: float(theta[i]) for i, name in enumerate(NAMES)},
+        factors=dict(zip(NAMES, factors, strict=True)),
         covariance=cast("list[list[float]]", covariance.tolist()),
         runs=len(used),
         left_out=sum(1 for r in rows if r.machine == cluster.machine) - len(used),

@@ -8,6 +8,7 @@ stands in a step: in a tight loop its threads stay awake and its ranks in step, 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,9 @@ from meshwright.probe.topology import gpu_topology, memory_bytes, node_name
 
 Points = list[tuple[int, float, float]]
 """Bytes, wall seconds of the slowest rank, and processor seconds of one rank (the mean over the group)."""
+SETS_BYTES = 8 * MIB
+MOST_SETS = 16
+"""Operands are taken in turn from sets of this size in all, and of at most this number."""
 BETWEEN = ((128, 128, 128), 8)
 """The compute between two collectives: a product's shape, and how many of them (some tenths of a millisecond)."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -44,7 +48,7 @@ class Request:
     @property
     def window_s(self) -> float:
         """Seconds of one compute measurement; several time slices of the operating system."""
-        return 0.06 if self.quick else 0.2
+        return 0.04 if self.quick else 0.2
 
     @property
     def windows(self) -> int:
@@ -99,6 +103,11 @@ class Request:
         if self.device == "cuda":
             return (16 if self.quick else 64) * MIB
         return (1 if self.quick else 4) * MIB
+
+    @property
+    def products(self) -> tuple[tuple[int, int, int], ...]:
+        """(m, k, n) of each product that is timed: a linear layer's forward, its input's and its weight's gradient."""
+        return tuple(p for m, k, n in self.matmul_shapes for p in ((m, k, n), (m, n, k), (n, m, k)))
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int, int], ...]:
@@ -187,28 +196,69 @@ class _Probe:
             twos.append((sums[2] / count, max(sums[3], 1e-9) / count))
         return middle(ones), middle(twos)
 
+    def in_turn(
+        self, num_bytes: int, make: Callable[[], tuple[torch.Tensor, ...]]
+    ) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """Return what gives one set of operands after another, as a step does: the last one's are not in the caches."""
+        sets = [make() for _ in range(max(1, min(MOST_SETS, SETS_BYTES // num_bytes)))]
+        return itertools.cycle(sets).__next__
+
     def matmul(self) -> list[Timing]:
-        """Return seconds of each shape in each precision."""
+        """Return seconds of ``Request.products`` in each precision: of a linear layer forward, and of its gradients."""
         times: list[Timing] = []
         for dtype in _DTYPES.values():
             for m, k, n in self.request.matmul_shapes:
-                a, b = self.empty(m, k, dtype=dtype), self.empty(k, n, dtype=dtype)
-                times.append(self.rate(lambda a=a, b=b: a @ b))
+
+                def make(
+                    m: int = m, k: int = k, n: int = n, dtype: torch.dtype = dtype
+                ) -> tuple[torch.Tensor, ...]:
+                    return tuple(self.empty(*shape, dtype=dtype) for shape in ((m, k), (n, k), (m, n)))
+
+                size = (m * k + n * k + m * n) * (4 if dtype == torch.float32 else 2)
+                turn = self.in_turn(size, make)
+
+                def ahead(turn: Callable[[], tuple[torch.Tensor, ...]] = turn) -> torch.Tensor:
+                    x, w, _ = turn()
+                    return F.linear(x, w)
+
+                def to_input(turn: Callable[[], tuple[torch.Tensor, ...]] = turn) -> torch.Tensor:
+                    _, w, grad = turn()
+                    return grad @ w
+
+                def to_weight(turn: Callable[[], tuple[torch.Tensor, ...]] = turn) -> torch.Tensor:
+                    x, _, grad = turn()
+                    return grad.T @ x
+
+                times += [self.rate(ahead), self.rate(to_input), self.rate(to_weight)]
         return times
 
     def attention(self) -> list[tuple[Timing, Timing]]:
         """Return forward and backward seconds of causal attention for each shape in each precision."""
         times: list[tuple[Timing, Timing]] = []
         for dtype in _DTYPES.values():
-            for shape in self.request.attention_shapes:
-                q, k, v = (self.empty(*shape, dtype=dtype).requires_grad_() for _ in range(3))
-                grad = self.empty(*shape, dtype=dtype)
-                times.append(
-                    self.paired_rate(
-                        lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-                        lambda out, q=q, k=k, v=v, grad=grad: torch.autograd.grad(out, (q, k, v), grad),
+            for batch, heads, seq, head_dim in self.request.attention_shapes:
+
+                def make(
+                    shape: Any = (batch, seq, heads, head_dim), dtype: Any = dtype
+                ) -> tuple[torch.Tensor, ...]:
+                    # as a model has them: heads taken out of the hidden dimension
+                    q, k, v = (
+                        self.empty(*shape, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)
                     )
-                )
+                    return q, k, v, self.empty(*shape, dtype=dtype).transpose(1, 2)
+
+                size = 4 * batch * heads * seq * head_dim * (4 if dtype == torch.float32 else 2)
+                turn = self.in_turn(size, make)
+
+                def ahead(turn: Any = turn) -> tuple[torch.Tensor, ...]:
+                    q, k, v, grad = turn()
+                    return F.scaled_dot_product_attention(q, k, v, is_causal=True), q, k, v, grad
+
+                def behind(made: tuple[torch.Tensor, ...]) -> Any:
+                    out, q, k, v, grad = made
+                    return torch.autograd.grad(out, (q, k, v), grad)
+
+                times.append(self.paired_rate(ahead, behind))
         return times
 
     def memory(self) -> tuple[Timing, Timing]:

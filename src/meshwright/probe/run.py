@@ -45,7 +45,7 @@ def run_probe(nproc: int, quick: bool, show: Callable[[str], None]) -> dict[str,
     ranks: list[dict[str, Any]] = results[0]
     return assemble(
         ranks,
-        matmul_shapes=request.matmul_shapes,
+        matmul_shapes=request.products,
         attention_shapes=request.attention_shapes,
         cores=effective_cores(),
         backend="gloo" if device == "cpu" else "nccl",
