@@ -62,9 +62,11 @@ def plan(
         return make_plan(spec, wanted, global_batch, seq_len, model)
     if cluster is None:
         raise MeshwrightError(problem("E553", where="plan", found="neither layout nor cluster is given"))
+    from meshwright.cost.machine_fit import calibrated
+    from meshwright.mesh.env import cache_folder
     from meshwright.search.search import search
 
-    where = read_cluster(cluster, gpus)
+    where, _ = calibrated(read_cluster(cluster, gpus), cache_folder())
     found = search(
         spec,
         where,

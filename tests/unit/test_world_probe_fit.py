@@ -239,6 +239,19 @@ def test_advice_says_only_what_applies() -> None:
     assert any("every size" in line for line in _advice(broadcast_below_bytes=None))
 
 
+def test_a_disturbed_probe_says_so() -> None:
+    assert any("other programs had 40 % of the cores" in line for line in _advice(quiet_share=0.6))
+    assert not any("other programs" in line for line in _advice(quiet_share=0.95))
+
+
+def test_a_link_keeps_processor_seconds_where_they_were_measured() -> None:
+    points = [(1024, 1e-3, 2e-4), (65536, 2e-3, 4e-4)]
+    assert [p["processor_s"] for p in link([0, 1], "all_reduce", points)["points"]] == [2e-4, 4e-4]
+    plain = link([0, 1], "all_reduce", [(1024, 1e-3), (65536, 2e-3)])
+    assert plain["latency_s"] == link([0, 1], "all_reduce", points)["latency_s"]
+    assert "processor_s" not in plain["points"][0]
+
+
 def test_advice_on_pairs_and_precision() -> None:
     pairs = {(0, 1): 1e9, (0, 2): 4e9, (1, 2): 4e9}
     lines = _advice(pair_rates=pairs, order=[0, 2, 1], is_cpu=False)
