@@ -26,8 +26,8 @@ from meshwright.probe.topology import gpu_topology, memory_bytes, node_name
 
 Points = list[tuple[int, float, float]]
 """Bytes, wall seconds of the slowest rank, and processor seconds of one rank (the mean over the group)."""
-SETS_BYTES = 8 * MIB
-MOST_SETS = 16
+SETS_BYTES = 32 * MIB
+MOST_SETS = 256
 """Operands are taken in turn from sets of this size in all, and of at most this number."""
 BETWEEN = ((128, 128, 128), 8)
 """The compute between two collectives: a product's shape, and how many of them (some tenths of a millisecond)."""
