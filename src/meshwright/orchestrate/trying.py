@@ -26,6 +26,7 @@ from meshwright.mesh.launch import run_local
 from meshwright.model.counts import flops_per_token
 from meshwright.model.spec import ModelSpec
 from meshwright.orchestrate.machine import machine_fingerprint
+from meshwright.orchestrate.training import threads_of_rank
 from meshwright.probe.processor import core_share
 from meshwright.probe.steps import WARM_STEPS, RankSteps, StepsTask, steps_rank
 from meshwright.program.make import make_plan
@@ -131,6 +132,7 @@ def run_steps(plan: Plan, steps: int, show: Show | None = None) -> list[RankStep
             device="cuda" if torch.cuda.is_available() else "cpu",
             on_line=show,
             preload=("transformers",) if spec.adapter is None else ("transformers", "peft"),
+            threads=threads_of_rank(plan.world_size),
             timeout_s=START_S + SLACK * predicted * (steps + 4),
         )
     return results[0]

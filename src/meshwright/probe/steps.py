@@ -25,7 +25,7 @@ from meshwright.model.spec import ModelSpec
 from meshwright.parallel.apply import ParallelModel, apply_plan, needs_tied_group
 from meshwright.program.plan import Plan
 from meshwright.train.data import rank_rows
-from meshwright.train.memory import watch_step
+from meshwright.train.memory import begin_peak, watch_step, with_allocator
 from meshwright.train.offload import close_optimizer, make_optimizer
 from meshwright.train.optim import Rate
 from meshwright.train.scale import loss_scale_for
@@ -56,7 +56,7 @@ class RankSteps:
 
     Attributes:
         stage: its (first) pipeline stage.
-        memory: live bytes at the peak of the traced step.
+        memory: live bytes at the peak of the traced step; on a GPU up to the allocator's peak.
         wall_s: wall seconds of each step.
         processor_s: processor seconds of each step, of all threads of the rank.
         phases_s: wall seconds by part of the step (count, forward_backward, reduce, optimizer).
@@ -163,8 +163,11 @@ class _Session:
             number += 1
             self._step(number)
         number += 1
+        device = self.model.view.device
+        begin_peak(device)
         with watch_step(self.model, self.optimizer, (self.inputs, self.labels)) as counter:
             self._step(number)
+        memory = with_allocator(counter.memory(), device)
         self.busy.clear()
         self.actions.clear()
         wall: list[float] = []
@@ -186,7 +189,7 @@ class _Session:
         return RankSteps(
             rank=self.facts.rank,
             stage=self.model.view.pp_rank,
-            memory=counter.memory(),
+            memory=memory,
             wall_s=tuple(wall),
             processor_s=tuple(processor),
             phases_s={name: median(values) for name, values in phases.items()},
