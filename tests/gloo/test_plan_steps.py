@@ -71,3 +71,30 @@ def test_a_rank_with_a_core_of_its_own_tells_how_long_it_waited() -> None:
     assert share is None or 0.0 <= share < 1.0
     assert measured(made, ranks, cluster()).steps == 3
     assert all(median(r.wall_s) > 0 for r in ranks)
+
+
+@pytest.mark.slow
+def test_a_real_run_is_fed_back(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text(
+        "".join(f"Line {i}: {i * i % 97} foxes jump over {i * 7 % 31} dogs.\n" for i in range(1500))
+    )
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{config: {MODEL}}}\n"
+        f"data: {{path: {text}, seq_len: 32}}\n"
+        "batch: {sequences: 8}\n"
+        f"run: {{steps: 12, dir: {tmp_path / 'run'}}}\n"
+    )
+    layout = "dp=2,micro_batch=4,precision=fp32"
+    assert run(["train", str(tmp_path / "run.yaml"), "--layout", layout, "--json"]) == 0
+    capsys.readouterr()
+    code = run(["probe", "--from-run", str(tmp_path / "run"), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    if code == 2:  # other programs had the cores: said, with the spread, and not believed
+        assert [p["code"] for p in found["problems"]] == ["E476"]
+        return
+    assert (code, found["added"], found["profile"]["runs"]) == (0, True, 1)
+    assert abs(found["errors_pct"]["after"]) <= abs(found["errors_pct"]["probe"])

@@ -228,8 +228,8 @@ def fit_machine(
     left = _logs(cases, cluster, theta) - logs
     information = jacobian.T @ jacobian + np.diag(1.0 / SPREADS**2)
     covariance: Floats = np.asarray(np.linalg.inv(information), dtype=np.float64)
-    leverage = np.einsum("ij,jk,ik->i", jacobian, covariance, jacobian)
-    alone = left / np.maximum(1.0 - leverage, 0.05)
+    leverage: Floats = np.einsum("ij,jk,ik->i", jacobian, covariance, jacobian)
+    alone: Floats = left / np.maximum(1.0 - leverage, 0.05)
     held_out = None if len(used) < 2 else _percent(alone)
     # with few runs the spread is what was assumed, more and more what was found
     trust = len(used) / (len(used) + 4.0)
