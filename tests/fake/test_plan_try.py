@@ -99,6 +99,12 @@ def test_only_a_probe_of_this_machine_is_tried(
     code, found = answer(capsys, "plan", MODEL, "--cluster", str(big), *SIZES, "--try", "2")
     assert (code, found["problems"][0]["code"]) == (ExitCode.BAD_INPUT, "E474")
     assert "4096" in found["problems"][0]["found"]
+    with monkeypatch.context() as torchrun:
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_PORT": 1}.items():
+            torchrun.setenv(name, str(value))
+        torchrun.setenv("MASTER_ADDR", "127.0.0.1")
+        code, found = answer(capsys, "plan", MODEL, "--cluster", here, *SIZES, "--try", "2")
+    assert (code, found["problems"][0]["code"]) == (ExitCode.BAD_INPUT, "E474")
     code, found = answer(capsys, "plan", MODEL, "--cluster", here, *SIZES, "--try", "2", "--unbuilt")
     assert (code, found["problems"][0]["code"]) == (ExitCode.BAD_INPUT, "E479")
 

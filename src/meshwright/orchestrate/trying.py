@@ -21,7 +21,7 @@ from meshwright.cost.fast import contention
 from meshwright.cost.ledger import LedgerRow, add_rows, ledger_path
 from meshwright.cost.machine_fit import MachineProfile, calibrated, predict_plan
 from meshwright.layout.layout import Layout
-from meshwright.mesh.env import check_local_ranks
+from meshwright.mesh.env import check_local_ranks, torchrun_facts
 from meshwright.mesh.launch import run_local
 from meshwright.model.counts import flops_per_token
 from meshwright.model.spec import ModelSpec
@@ -107,7 +107,11 @@ def check_here(cluster: ClusterSpec, nproc: int) -> None:
         if not cluster.machine:
             found = f"{cluster.name} is no probe of a machine ({cluster.source})"
         raise MeshwrightError(problem("E473", where="--try", found=found))
-    if torch.cuda.is_available():
+    if torchrun_facts() is not None:
+        many = [
+            f"{nproc} ranks as a rank of torchrun: plans are tried on ranks that the command starts itself"
+        ]
+    elif torch.cuda.is_available():
         devices = torch.cuda.device_count()
         many = [] if nproc <= devices else [f"{nproc} ranks on {devices} devices"]
     else:
