@@ -22,7 +22,8 @@ from meshwright.cluster.load import cluster_from_probe
 from meshwright.cost.machine_fit import predict_plan
 from meshwright.layout.parse import parse_layout
 from meshwright.model.read_hf import read_model
-from meshwright.orchestrate.trying import measured, run_steps
+from meshwright.orchestrate.told_apart import measured
+from meshwright.orchestrate.trying import run_steps
 from meshwright.probe.processor import processor_cluster, processor_seconds
 from meshwright.probe.run import run_probe
 from meshwright.probe.topology import effective_cores

@@ -12,7 +12,8 @@ import numpy as np
 from meshwright.cluster.load import cluster_from_probe
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.ledger import LedgerRow
-from meshwright.cost.machine_fit import NAMES, MachineProfile, adjusted, predict_plan
+from meshwright.cost.machine_fit import predict_plan
+from meshwright.cost.machine_profile import NAMES, MachineProfile, adjusted
 from meshwright.layout.parse import parse_layout
 from meshwright.model.read_hf import read_model
 from meshwright.program.make import make_plan

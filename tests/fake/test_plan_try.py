@@ -18,6 +18,7 @@ from meshwright.cli.main import app, run
 from meshwright.cost.ledger import ledger_path, read_ledger
 from meshwright.cost.machine_fit import predict_plan
 from meshwright.orchestrate import feedback, trying
+from meshwright.orchestrate.told_apart import measured, stolen_share
 from meshwright.probe.processor import (
     core_share,
     processor_cluster,
@@ -26,7 +27,7 @@ from meshwright.probe.processor import (
     quiet_share,
 )
 from meshwright.probe.steps import RankSteps
-from meshwright.program.plan import Plan
+from meshwright.program.plan import Plan, plan_spec
 from meshwright.program.plan_file import load_plan, plan_to_dict
 from meshwright.search.tree import measured_class
 
@@ -188,23 +189,23 @@ def test_when_every_try_fails_nothing_is_learnt(
 def test_ranks_that_waited_for_a_core_are_not_believed() -> None:
     made = plan("dp=2")
     ranks = [replace(r, queued_s=q) for r, q in zip(ranks_of(made, 1.0), (0.05, 0.2), strict=True)]
-    assert trying.stolen_share(ranks, cluster()) == pytest.approx(0.2)
+    assert stolen_share(ranks, cluster()) == pytest.approx(0.2)
     shared = replace(cluster(), measured={**cluster().measured, "cores": 1.0})
-    assert trying.stolen_share(ranks, shared) is None, "ranks that share a core wait for each other"
-    assert trying.stolen_share(ranks_of(made, 1.0), cluster()) is None
+    assert stolen_share(ranks, shared) is None, "ranks that share a core wait for each other"
+    assert stolen_share(ranks_of(made, 1.0), cluster()) is None
     assert machine_runs.row("dp=2", stolen_share=0.2).disturbed
     assert not machine_runs.row("dp=2", stolen_share=0.05).disturbed
 
 
 def test_a_pipelines_step_is_told_apart() -> None:
     made = replace(plan("pp=2"), prediction=predict_plan(plan("pp=2"), cluster()))
-    now = trying.measured(made, ranks_of(made, 1.0), cluster())
+    now = measured(made, ranks_of(made, 1.0), cluster())
     assert now.time.total == pytest.approx(now.step_time_s)
     # 16 micro-batches of two equal stages: the bubble is 1/17 of the schedule
     assert now.time.bubble == pytest.approx(0.6 / 16, rel=0.05)
     assert now.time.compute == pytest.approx(0.6, rel=0.01)
     assert now.time.data == pytest.approx(0.9 - 0.6 - 0.6 / 16, rel=0.05)
-    assert trying.measured(plan("dp=2"), ranks_of(plan("dp=2"), 1.0), cluster()).time.bubble == 0.0
+    assert measured(plan("dp=2"), ranks_of(plan("dp=2"), 1.0), cluster()).time.bubble == 0.0
 
 
 def run_folder(tmp_path: Path, **change: Any) -> Path:
@@ -212,7 +213,7 @@ def run_folder(tmp_path: Path, **change: Any) -> Path:
     made = plan("tp=2")
     seconds = predict_plan(made, truth()).step_time_s
     before = predict_plan(made, cluster())
-    measurement = trying.measured(made, ranks_of(made, seconds), cluster()).as_dict()
+    measurement = measured(made, ranks_of(made, seconds), cluster()).as_dict()
     folder = tmp_path / "run"
     folder.mkdir(exist_ok=True)
     record = {"plan": plan_to_dict(made), "prediction": before.as_dict(), "measurement": measurement} | change
@@ -305,4 +306,4 @@ def test_a_probe_in_processor_seconds() -> None:
 
 
 def processor_seconds_of(made: Plan, used: Any) -> float:
-    return processor_seconds(trying.plan_spec(made), made.layout, made.batch, used)
+    return processor_seconds(plan_spec(made), made.layout, made.batch, used)

@@ -15,7 +15,8 @@ from meshwright.cli.main import run
 from meshwright.cost.ledger import ledger_path, read_ledger
 from meshwright.cost.machine_fit import predict_plan
 from meshwright.orchestrate.machine import machine_fingerprint
-from meshwright.orchestrate.trying import class_by_steps, measured, run_steps, stolen_share, try_plans
+from meshwright.orchestrate.told_apart import measured, stolen_share
+from meshwright.orchestrate.trying import class_by_steps, run_steps, try_plans
 from meshwright.program.plan import plan_spec
 
 

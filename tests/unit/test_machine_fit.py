@@ -12,7 +12,8 @@ from tests.machine_runs import TRUTH, cluster, plan, row, rows, truth
 
 from meshwright.base.errors import MeshwrightError
 from meshwright.cost.ledger import add_rows, ledger_path, read_ledger, row_from_dict
-from meshwright.cost.machine_fit import NAMES, adjusted, calibrated, fit_machine, predict_plan
+from meshwright.cost.machine_fit import calibrated, fit_machine, predict_plan
+from meshwright.cost.machine_profile import NAMES, adjusted
 
 
 def test_a_row_survives_its_text(tmp_path: Path) -> None:

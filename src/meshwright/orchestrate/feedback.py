@@ -14,7 +14,8 @@ from meshwright.base.units import format_seconds
 from meshwright.cluster.load import cluster_from_probe
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.ledger import LedgerRow, add_rows, ledger_path, read_ledger
-from meshwright.cost.machine_fit import MachineProfile, calibrated, predict_plan
+from meshwright.cost.machine_fit import calibrated, predict_plan
+from meshwright.cost.machine_profile import MachineProfile
 from meshwright.orchestrate.machine import machine_fingerprint
 from meshwright.program.plan_file import plan_from_dict
 
