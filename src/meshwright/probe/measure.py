@@ -334,7 +334,7 @@ class _Probe:
                 self.sync()
             first_s = self.agree(time.perf_counter() - t0)
             inner = max(1, min(8, int(0.006 / first_s)))
-            repeats = max(5, min(15, int(self.request.link_budget_s / 6 / (inner * first_s))))
+            repeats = max(5, min(9, int(self.request.link_budget_s / 6 / (inner * first_s))))
             alone: list[Timing] = []
             joined: list[Timing] = []
             for _ in range(repeats):
