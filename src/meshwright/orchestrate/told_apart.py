@@ -90,14 +90,15 @@ def _played(
     schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
     ahead = [0.0] * schedule.num_stages
     behind = [0.0] * schedule.num_stages
+    weights = [0.0] * schedule.num_stages
     for rank in ranks:
-        for kind, into in (("F", ahead), ("BIW", behind)):
+        for kind, into in (("F", ahead), ("BIW", behind), ("W", weights)):
             for stage in range(schedule.num_stages):
                 own = {a: s for a, s in rank.actions_s.items() if _is(a, stage, kind)}
                 if own:
                     rounds = schedule.num_micro_batches
                     into[stage] = max(into[stage], sum(own.values()) / rounds / share)
-    clock = run_clock(schedule, ahead, behind)
+    clock = run_clock(schedule, ahead, behind, weight_s=weights if any(weights) else None)
     return clock.makespan_s * contention(clock, cluster, plan.layout), max(clock.busy_s)
 
 
