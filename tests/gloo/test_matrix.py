@@ -112,7 +112,6 @@ CORE = {
 
 REFUSED: dict[frozenset[str], str] = {
     frozenset({"zero3", "pp-zbv"}): "E216",
-    frozenset({"pp-zbv", "recompute"}): "E256",
 }
 """Pairs that are refused, with the code that says so."""
 

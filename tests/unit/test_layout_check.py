@@ -180,10 +180,9 @@ def test_h175_what_is_not_built_is_refused_and_named() -> None:
     problems = check_built(layout, llama(model_type="gemma2", architectures=["Gemma2ForCausalLM"]))
     assert {p.kind for p in problems} == {Kind.CODE}
     assert sorted(p.where for p in problems) == sorted(
-        f"layout.{k}"
-        for k in ("tp", "cp", "recompute", "offload", "compile", "compile", "compile", "compile", "pp")
+        f"layout.{k}" for k in ("tp", "cp", "offload", "compile", "compile", "compile", "compile", "pp")
     )
-    assert {p.code for p in problems} == {"E251", "E252", "E253", "E256", "E260", "E279"}
+    assert {p.code for p in problems} == {"E251", "E252", "E253", "E260", "E279"}
     assert "offload=none" in "\n".join(p.needs for p in problems)
 
 
@@ -210,11 +209,10 @@ def test_a_chunked_loss_is_refused_where_logits_are_capped() -> None:
     assert check_built(layout, llama()) == []
 
 
-def test_recompute_with_a_split_backward_names_a_whole_one() -> None:
-    (split,) = check_built(parse_layout("pp=2,schedule=zbv,recompute=full"), llama())
-    assert split.code == "E256"
-    assert "schedule=interleaved" in split.do
-    assert check_built(parse_layout("pp=2,schedule=interleaved,chunks=2,recompute=full"), llama()) == []
+@pytest.mark.parametrize("schedule", ["zb-h1", "zbv", "dualpipev", "interleaved"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_runs_with_every_schedule(schedule: str, recompute: str) -> None:
+    assert check_built(parse_layout(f"pp=2,schedule={schedule},recompute={recompute}"), llama()) == []
 
 
 def test_random_numbers_that_depend_on_the_layout_are_said() -> None:
@@ -266,7 +264,6 @@ def test_every_layout_code_is_triggered_somewhere() -> None:
         "E253",
         "E254",
         "E255",
-        "E256",
         "E262",
         "W206",
         "W207",

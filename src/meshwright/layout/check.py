@@ -422,11 +422,6 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
         )
     if layout.loss == "parallel" and layout.tp == 1:
         problems.append(problem("E255", where="layout.loss", found="loss=parallel with tp = 1"))
-    if layout.recompute != "none" and layout.schedule in SPLIT and layout.pp > 1:
-        found = f"recompute={layout.recompute} with schedule={layout.schedule}"
-        whole = "interleaved" if layout.chunks > 1 else "1f1b"
-        do = f"schedule={whole}, or recompute=none"
-        problems.append(problem("E256", where="layout.recompute", found=found, do=do))
     if spec is not None and layout.pp > 1 and spec.family not in built.PIPELINE_FAMILIES:
         problems.append(
             problem(

@@ -83,6 +83,7 @@ NAMES: Final[tuple[PrivateName, ...]] = (
     ),
     PrivateName("torch.utils._pytree", "tree_flatten", "parallel.deferred"),
     PrivateName("torch.utils._pytree", "tree_map", "parallel.deferred"),
+    PrivateName("torch", "_C._FunctionBase._sequence_nr", "parallel.halves"),
     PrivateName("torch", "_foreach_mul_", "parallel.apply"),
     PrivateName("torch", "_foreach_norm", "parallel.apply"),
     PrivateName("torch", "Tensor._make_wrapper_subclass", "checkpoint.pieces"),

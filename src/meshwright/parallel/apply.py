@@ -35,6 +35,7 @@ from meshwright.parallel.context import ContextAxis, local_batch, use_context
 from meshwright.parallel.deferred import Deferred, deferring
 from meshwright.parallel.dropout import Dropout, place_on_axes, use_dropout
 from meshwright.parallel.expert import ExpertAxis, expert_axis, shard_experts, stage_experts
+from meshwright.parallel.halves import Halves
 from meshwright.parallel.loss import IGNORE, chunked_loss_sum
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import Float64Throughout, dtype_of, forward_context
@@ -324,6 +325,8 @@ def apply_plan(
     params: dict[str, nn.Parameter] = {}
     stage_of: dict[str, int] = {}
     axes: list[TensorAxis] = []
+    split = {a.stage for a in schedule.rows[view.pp_rank] if a.kind is ActionKind.WEIGHT_GRAD}
+    recomputed = {s: Halves() for s in mine if s in split and layout.recompute != "none"}
 
     def again_in() -> AbstractContextManager[Any]:
         """Return what a recomputed forward needs again; asked for while the first forward runs."""
@@ -353,7 +356,7 @@ def apply_plan(
             )
         if layout.compile == "blocks":
             compile_blocks(stage_blocks(stage, spec), compile_backend)
-        recompute_blocks(stage_blocks(stage, spec), layout.recompute, again_in)
+        recompute_blocks(stage_blocks(stage, spec), layout.recompute, again_in, recomputed.get(index))
         engine = engines[index] = _data_parallel(stage, spec, view, table, experts, pending)
         leading = leading_frozen(spec, layout, index, plan.frozen)
         if isinstance(engine, Zero) and leading:
@@ -385,7 +388,7 @@ def apply_plan(
         on_action=on_action,
     )
     if layout.pp > 1:
-        model.pipeline = _pipeline(model, schedule)
+        model.pipeline = _pipeline(model, schedule, recomputed)
     return model
 
 
@@ -503,7 +506,7 @@ def _tied_pair(
     return params[pair.tied_to], params[pair.name]
 
 
-def _pipeline(model: ParallelModel, schedule: Schedule) -> Pipeline:
+def _pipeline(model: ParallelModel, schedule: Schedule, recomputed: Mapping[int, Halves]) -> Pipeline:
     plan, view = model.plan, model.view
     wire = dtype_of(model.table.wire)
     loss = torch.float64 if plan.layout.precision == "fp64" else torch.float32
@@ -522,6 +525,7 @@ def _pipeline(model: ParallelModel, schedule: Schedule) -> Pipeline:
         loss_dtype=loss,
         on_action=lambda action: model.on_action(action),  # who listens may change between steps
         before_forward=None if model.dropout is None else model.dropout.micro_batch,
+        recomputed=recomputed,
     )
 
 

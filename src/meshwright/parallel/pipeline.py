@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
+from meshwright.parallel.halves import Halves
 from meshwright.parallel.stage import at_positions
 from meshwright.schedule.actions import Action, ActionKind, Schedule
 from meshwright.schedule.lower import lower, lower_forward
@@ -50,10 +51,13 @@ class _Stage(PipelineStage):
     its reductions are started by hand, after the weight half (or the whole backward).
     """
 
-    def __init__(self, *args: Any, data: StageData, split: bool, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, data: StageData, split: bool, recomputed: Halves | None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._data = data
         self._split = split
+        self._recomputed = recomputed
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -63,6 +67,8 @@ class _Stage(PipelineStage):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         self._data.before_half()
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if self._recomputed is not None:
+            self._recomputed.settle(result[1] if backward_type == "input" else None)
         if backward_type != "input":
             groups: list[dict[str, Any]] = bwd_kwargs.get("param_groups") or []
             made = [node.variable for group in groups for node in group["params"]]
@@ -130,6 +136,7 @@ class Pipeline:
         loss_dtype: torch.dtype,
         on_action: Callable[[str], None],
         before_forward: Callable[[int], None] | None = None,
+        recomputed: Mapping[int, Halves] | None = None,
     ) -> None:
         self._before_forward = before_forward
         self.schedule = schedule
@@ -160,6 +167,7 @@ class Pipeline:
                 group=group,
                 data=data[stage],
                 split=stage in halves,
+                recomputed=None if recomputed is None else recomputed.get(stage),
             )
             for stage, module in modules.items()
         ]

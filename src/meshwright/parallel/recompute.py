@@ -24,6 +24,8 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from meshwright.parallel.halves import Halves
+
 ATTENTION_OPS = {
     "_scaled_dot_product_flash_attention_for_cpu": 3,
     "_scaled_dot_product_flash_attention": 3,
@@ -66,11 +68,15 @@ def _selective_contexts() -> Any:
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-def recompute_blocks(blocks: Iterable[nn.Module], mode: str, held: Context = nullcontext) -> None:
+def recompute_blocks(
+    blocks: Iterable[nn.Module], mode: str, held: Context = nullcontext, halves: Halves | None = None
+) -> None:
     """Make each block recompute its forward in backward, by ``mode`` "none", "selective" or "full".
 
     Call it before the blocks are sharded or their hooks are set. No parameter name changes. ``held`` makes a context
-    that the recomputed forward needs beside autocast, because the first forward ran in it; it is made then.
+    that the recomputed forward needs beside autocast, because the first forward ran in it; it is made then. With
+    ``halves`` a backward may come in two halves: the block still runs again once (torch's own checkpoint would do it
+    in each half).
 
     Communication: none of its own; a block that communicates in its forward does so again.
     """
@@ -78,7 +84,7 @@ def recompute_blocks(blocks: Iterable[nn.Module], mode: str, held: Context = nul
         return
     contexts = {"full": noop_context_fn, "selective": _selective_contexts}[mode]
     for block in blocks:
-        inner = partial(_forward, block.forward, partial(_with, contexts, held))
+        inner = partial(_forward, block.forward, partial(_with, contexts, held), halves)
         block.forward = inner
 
 
@@ -97,7 +103,11 @@ def nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
         yield
 
 
-def _forward(forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+def _forward(
+    forward: Callable[..., Any], contexts: Callable[[], Any], halves: Halves | None, *args: Any, **kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if halves is not None:
+        return halves.run(forward, contexts, args, kwargs)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)

@@ -299,17 +299,6 @@ that is what loss=eager does there too, and loss=parallel asks for it by name. l
 tokens at a time. With tp=1 one rank has all columns, and there is nothing to sum.""",
     ),
     CodeInfo(
-        code="E256",
-        title="Recompute with a split backward is not built",
-        kind="code",
-        why="both halves of a backward need the recomputed activations, which are made once and then gone",
-        needs="a schedule with whole backwards (gpipe, 1f1b, interleaved), or recompute=none",
-        do="schedule=1f1b, or recompute=none",
-        page="""ZB-H1, ZB-V and DualPipeV run a backward in two halves: first the gradients that the previous stage waits
-for, later those of the weights. A recomputed activation would have to be kept from the first half to the second, which
-gives the memory back, or be recomputed twice, which costs a forward more than the bubble it saves.""",
-    ),
-    CodeInfo(
         code="W207",
         title="Random numbers of this model depend on the layout",
         kind="math",
