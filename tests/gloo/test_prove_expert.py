@@ -8,8 +8,6 @@ import pytest
 import torch
 from proofs import SMALL, prove
 
-from meshwright.base.errors import MeshwrightError
-
 pytestmark = pytest.mark.gloo
 
 MIXTRAL = {
@@ -188,12 +186,6 @@ def test_h78_h79_router_loss_is_one_devices(pool, config, layout):
     with_term = proven(pool, layout, config=config | ROUTED, steps=1, global_batch=8)
     without = prove(pool, layout, config=config, steps=1, global_batch=8)
     assert abs(with_term["loss"]["reference"][0] - without["loss"]["reference"][0]) > 0.1
-
-
-def test_router_loss_of_stages_is_refused(pool):
-    with pytest.raises(MeshwrightError) as error:
-        prove(pool, "pp=2", config=MIXTRAL | ROUTED)
-    assert {p.code for p in error.value.problems if p.severity == "error"} == {"E267"}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

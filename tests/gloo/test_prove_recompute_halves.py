@@ -39,6 +39,7 @@ def test_with_other_axes(pool, mode, layout):
     proven(pool, f"{layout},{mode}", config=FOUR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("config", "layout"),

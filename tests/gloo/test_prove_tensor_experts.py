@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from test_prove_tensor import LLAMA, proven
 
-from meshwright.base.errors import MeshwrightError
-
 pytestmark = pytest.mark.gloo
 
 MIXTRAL = {
@@ -57,9 +55,3 @@ def test_frozen(pool, freeze):
 
 def test_lower_precision(pool):
     proven(pool, "dp=2,tp=2", config=MIXTRAL | {"intermediate_size": 64}, precision="bf16")
-
-
-def test_a_term_of_the_routers_is_refused(pool):
-    with pytest.raises(MeshwrightError, match="output_router_logits") as error:
-        proven(pool, "tp=2", config=MIXTRAL | {"output_router_logits": True, "router_aux_loss_coef": 0.1})
-    assert {p.code for p in error.value.problems if p.severity == "error"} == {"E253"}

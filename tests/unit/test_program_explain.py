@@ -86,6 +86,31 @@ def test_a_rank_of_the_context_axis(zero: str) -> None:
     assert "all-to-all, cp" in told("cp=2,cp_style=ulysses", 0)
 
 
+def test_the_routers_term_in_parts_is_told() -> None:
+    config = {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 128,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+    }
+    spec = spec_from_config(config, "small")
+    plan = make_plan(spec, parse_layout("cp=2,pp=2"), 4, 64, "small")
+    first, last = (" ".join(explain_rank(plan, spec, rank, None).split()) for rank in (0, 3))
+    assert "send sums of the routers to rank 2 (stage 1): 64 B" in first
+    assert "receive gradient of the sums of the routers from rank 2 (stage 1)" in first
+    assert "choices of the routers" not in first
+    assert "sum the choices of the routers and valid tokens over ranks 2, 3 (all-reduce, cp): 36 B" in last
+    assert "receive sums of the routers from rank 1 (stage 0)" in last
+
+
 def test_bytes_of_each_state() -> None:
     spec = llama()
     n = spec.num_parameters

@@ -436,8 +436,6 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
         problems += _tensor_built(spec, layout)
     if layout.ep > 1:
         problems += _experts_built(spec, layout)
-    if spec is not None and spec.moe is not None and spec.config.get("output_router_logits"):
-        problems += _router_loss_built(layout)
     if spec is not None:
         problems += context_built(spec, layout)
     problems += _compile_built(layout, spec)
@@ -508,21 +506,6 @@ def _experts_built(spec: ModelSpec | None, layout: Layout) -> list[Problem]:
     return problems
 
 
-def _router_loss_built(layout: Layout) -> list[Problem]:
-    """Return E267 where a term over all layers and whole sequences cannot be made on one rank."""
-    cuts = [f"{axis} = {getattr(layout, axis)}" for axis in ("pp", "cp") if getattr(layout, axis) > 1]
-    if not cuts:
-        return []
-    return [
-        problem(
-            "E267",
-            where="model.config.output_router_logits",
-            found=f"true (the loss has a term of the routers of all layers) with {' and '.join(cuts)}",
-            do='"output_router_logits": false, or pp = 1 and cp = 1',
-        )
-    ]
-
-
 def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
     """Return what of ``spec`` the tensor axis cannot cut so far."""
     tp = layout.tp
@@ -531,9 +514,6 @@ def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
     if spec.family not in built.TENSOR_FAMILIES:
         families = "one of " + ", ".join(built.TENSOR_FAMILIES) + ", or tp = 1"
         reasons.append((f'tp = {tp} with "{spec.name}" of family {spec.family}', families, dp_instead))
-    if spec.config.get("output_router_logits"):
-        what = f"output_router_logits with tp = {tp}: every rank would add the routers' whole term"
-        reasons.append((what, '"output_router_logits": false, or tp = 1', '"output_router_logits": false'))
     if (tp - 1) * -(-spec.vocab_size // tp) >= spec.vocab_size:
         what = (
             f"{spec.vocab_size} rows of vocabulary over tp = {tp}: {-(-spec.vocab_size // tp)} on each rank "

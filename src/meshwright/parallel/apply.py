@@ -47,6 +47,7 @@ from meshwright.parallel.tensor import TensorAxis, joined, shard_tensors
 from meshwright.parallel.tied import local, sum_local_pair, sum_tied_gradient
 from meshwright.parallel.zero import Zero, shard
 from meshwright.program.plan import Plan
+from meshwright.program.router import has_router_term
 from meshwright.program.units import leading_frozen
 from meshwright.schedule.actions import ActionKind, Schedule
 from meshwright.schedule.text import parse_schedule
@@ -340,8 +341,15 @@ def apply_plan(
         if layout.loss == "chunked":
             halves = any(a.kind is ActionKind.WEIGHT_GRAD for a in schedule.rows[view.pp_rank])
             stage.chunked_loss = partial(chunked_loss_sum, halves=halves)
-        if stage.is_whole and spec.moe is not None and plan.model_config.get("output_router_logits"):
-            stage.router_loss = RouterLoss(stage.causal_lm, spec)
+        if has_router_term(spec):
+            stage.router_loss = RouterLoss(
+                stage.causal_lm,
+                spec,
+                seq_len=plan.batch.seq_len,
+                dtype=torch.float64 if layout.precision == "fp64" else torch.float32,
+                counted=view.coords["tp"] == 0,
+                context=context,
+            )
         if layout.tp > 1:
             with pending.noting():
                 axes.append(shard_tensors(stage, spec, view))

@@ -3,7 +3,8 @@
 Maths: a stage's backward needs the gradient of its output, which the next stage sends; micro-batches are
 independent, their gradients add. A backward may be in two halves: I makes the gradient of the input, W that of the
 weights. Communication: [B, T, D] activations forward and their gradients backward, ``pp`` point-to-point, in the
-order that the lowered rows say; between two stages of one rank nothing is sent.
+order that the lowered rows say, and with a routers' term [2, B, E] beside each (``parallel.router_loss``); between two
+stages of one rank nothing is sent.
 
 The rows are lowered by ``schedule.lower``; torch interprets them one action at a time. Private names of torch's
 pipelining are used in this file only (``mesh.contract`` lists them).
@@ -21,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from meshwright.parallel.halves import Halves
-from meshwright.parallel.stage import at_positions
+from meshwright.parallel.stage import StageModule, at_positions, with_router_term
 from meshwright.schedule.actions import Action, ActionKind, Schedule
 from meshwright.schedule.lower import lower, lower_forward
 
@@ -100,17 +101,25 @@ class _Runtime(_PipelineScheduleRuntime):
 class _Shell(nn.Module):
     """Hides the data-parallel wrapper from torch's pipelining, which would set its own switches.
 
-    Torch hands the same keyword arguments to every stage of a rank; only the last one wants labels.
+    Torch hands the same keyword arguments to every stage of a rank; only the last one wants labels. ``noted`` is what
+    the routers' term needs of the stages before, where there is one.
     """
 
-    def __init__(self, inner: nn.Module, *, is_last: bool) -> None:
+    def __init__(self, inner: StageModule) -> None:
         super().__init__()
         self.inner = inner
-        self.is_last = is_last
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, positions: Tensor | None = None) -> Any:
-        given = {} if positions is None else {"positions": positions}
-        return self.inner(x, labels=labels, **given) if self.is_last else self.inner(x, **given)
+    def forward(
+        self,
+        x: Tensor,
+        noted: Tensor | None = None,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Any:
+        given: dict[str, Any] = {} if positions is None else {"positions": positions}
+        if self.inner.is_last:
+            given["labels"] = labels
+        return with_router_term(self.inner, self.inner(x, **given), noted, x, labels)
 
 
 class Pipeline:
@@ -122,7 +131,7 @@ class Pipeline:
 
     def __init__(
         self,
-        modules: Mapping[int, nn.Module],
+        modules: Mapping[int, StageModule],
         schedule: Schedule,
         *,
         data: Mapping[int, StageData],
@@ -152,18 +161,19 @@ class Pipeline:
         self._hidden = torch.empty(micro_batch, seq_len, hidden_size, dtype=wire_dtype, device="meta")
         tokens = torch.empty(micro_batch, seq_len, dtype=torch.int64, device="meta")
         loss = torch.empty((), dtype=loss_dtype, device="meta")
-        wired = self._hidden.detach().requires_grad_(True)
+        message = (self._hidden, *_noted(modules, micro_batch, loss_dtype))
+        wired = tuple(x.detach().requires_grad_(True) for x in message)
         halves = {a.stage for a in schedule.rows[rank] if a.kind in SPLIT}
         self._stages = [
             _Stage(
-                _Shell(module, is_last=stage == self._last),
+                _Shell(module),
                 stage,
                 schedule.num_stages,
                 device,
-                input_args=(tokens if stage == 0 else wired,),
-                output_args=(loss.requires_grad_(True) if stage == self._last else wired,),
-                input_grads=(None if stage == 0 else self._hidden,),
-                output_grads=(loss.detach() if stage == self._last else self._hidden,),
+                input_args=(tokens,) if stage == 0 else wired,
+                output_args=(loss.requires_grad_(True),) if stage == self._last else wired,
+                input_grads=(None,) if stage == 0 else message,
+                output_grads=(loss.detach(),) if stage == self._last else message,
                 group=group,
                 data=data[stage],
                 split=stage in halves,
@@ -297,6 +307,12 @@ class Pipeline:
         for work, _ in leaving:
             work.wait()
         return sums
+
+
+def _noted(modules: Mapping[int, StageModule], micro_batch: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return, without memory, what travels beside hidden states for the routers' term; nothing where there is none."""
+    routers = [m.router_loss for m in modules.values() if m.router_loss is not None]
+    return tuple(torch.empty(r.shape(micro_batch), dtype=dtype, device="meta") for r in routers[:1])
 
 
 def compute_actions(row: Sequence[Action]) -> list[str]:

@@ -30,8 +30,16 @@ class RouterTerm(Protocol):
         """Note the logits of the forward inside."""
         ...
 
-    def take(self, labels_BT: Tensor) -> Tensor:
-        """Return the term, summed like the token losses."""
+    def shape(self, batch: int) -> tuple[int, int, int]:
+        """Return the shape of what travels between stages for ``batch`` sequences."""
+        ...
+
+    def noted(self, like: Tensor) -> Tensor:
+        """Return what the term needs of the routers that were noted; ``like`` has the sequences as its first dim."""
+        ...
+
+    def loss(self, noted_2BE: Tensor, labels_BT: Tensor) -> Tensor:
+        """Return the term of what all stages noted, summed like the token losses."""
         ...
 
 
@@ -91,7 +99,8 @@ class StageModule(nn.Module):
     ``forward(x, labels)``: the first stage takes token ids [B, T]; later stages take hidden states [B, T, D].
     All but the last return hidden states [B, T, D] in ``wire_dtype``; the last returns the summed loss of
     the valid tokens (a scalar), so that logits live no longer than the loss needs them. Where gradients are made, the
-    routers' term is added to it; without gradients (an evaluation) the loss is that of the tokens alone.
+    routers' term is added to it, in a pipeline by ``with_router_term``; without gradients (an evaluation) the loss is
+    that of the tokens alone.
     """
 
     def __init__(
@@ -144,12 +153,13 @@ class StageModule(nn.Module):
         stage is given them: each of them builds its own mask.
         """
         router = self.router_loss
-        if router is None or labels is None or not torch.is_grad_enabled():
+        if router is None or not torch.is_grad_enabled():
             return self._forward(x, labels, positions)
         with router.recording():
-            loss = self._forward(x, labels, positions)
-        with self.forward_context():
-            return loss + router.take(labels)
+            out = self._forward(x, labels, positions)
+        if not self.is_whole or labels is None:
+            return out
+        return out + router.loss(router.noted(labels), labels)
 
     def _forward(self, x: Tensor, labels: Tensor | None, positions: Tensor | None) -> Tensor:
         with self.forward_context():
@@ -165,6 +175,29 @@ class StageModule(nn.Module):
             # FSDP2 hooks onto the output, and an in-place use of a view would lose that hook.
             out = out.clone()
         return out if labels is None else self.loss_sum(out, labels)
+
+
+def with_router_term(
+    module: StageModule, out: Tensor, noted_2BE: Tensor | None, like: Tensor, labels_BT: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return what a pipeline's stage hands on in a step: ``out``, with what the routers' term needs or with the term.
+
+    Args:
+        module: the stage, just run forward to ``out``.
+        out: hidden states, or the loss on the last stage.
+        noted_2BE: what the stages before have noted; None on the first.
+        like: the stage's input, [B, ...].
+        labels_BT: of the last stage.
+    """
+    router = module.router_loss
+    if router is None:
+        return out
+    here_2BE = router.noted(like)
+    whole_2BE = here_2BE if noted_2BE is None else noted_2BE + here_2BE
+    if not module.is_last:
+        return out, whole_2BE
+    assert labels_BT is not None
+    return out + router.loss(whole_2BE, labels_BT)
 
 
 def at_positions(positions_ABT: Tensor | None, micro_batch: int) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from meshwright.model.sharding import tp_shape
 from meshwright.model.spec import ModelSpec
 from meshwright.program.context import attention_collectives
 from meshwright.program.expert import data_degrees, exchanges, split_units
+from meshwright.program.router import WHAT, context_sum, noted_bytes
 from meshwright.program.step import Collective, CollectiveKind, Compute, LedgerLine, Op, StepProgram, ledger
 from meshwright.program.tensor import micro_batch_collectives, on_rank, step_collectives
 from meshwright.program.units import (
@@ -146,6 +147,7 @@ class _Deriver:
             yield Compute(what="forward", stage=stage, micro_batch=k, flops=self.flops[stage])
             yield from self._tensor(stage, k, "forward")
             yield from self._context(stage, k, "forward")
+            yield from context_sum(self.spec, self.layout, self.batch, stage, k)
         elif action.kind is ActionKind.REDUCE_GRAD:
             yield from self._reduce_once(stage)
         elif action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD):
@@ -160,7 +162,7 @@ class _Deriver:
             if self.layout.zero >= 2 and action.kind is not ActionKind.INPUT_GRAD:
                 yield from self._scatters(stage, k)
         else:
-            yield self._message(action)
+            yield from self._messages(action)
 
     def _tensor(self, stage: int, k: int | None, phase: Literal["forward", "backward"]) -> Iterator[Op]:
         yield from micro_batch_collectives(self.spec, self.layout, self.batch, stage, k, self.frozen, phase)
@@ -243,21 +245,26 @@ class _Deriver:
             micro_batch=k,
         )
 
-    def _message(self, action: Action) -> Collective:
+    def _messages(self, action: Action) -> Iterator[Collective]:
         sends = action.kind in (ActionKind.SEND_F, ActionKind.SEND_B)
         forward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_F)
         other = action.stage + (1 if (action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)) else -1)
         numel = self.batch.micro_batch * local_length(self.layout, self.batch.seq_len) * self.spec.hidden_size
-        return Collective(
-            kind="send" if sends else "recv",
-            axis="pp",
-            group_size=self.layout.pp,
-            num_bytes=numel * self.table.bytes_of("wire"),
-            what="hidden states" if forward else "gradient of the hidden states",
-            stage=action.stage,
-            micro_batch=action.micro_batch,
-            peer=self.schedule.stage_ranks[other],
-        )
+        parts = [("hidden states", numel * self.table.bytes_of("wire"))]
+        noted = noted_bytes(self.spec, self.layout, self.batch)
+        if noted:
+            parts.append((WHAT, noted))
+        for what, num_bytes in parts:
+            yield Collective(
+                kind="send" if sends else "recv",
+                axis="pp",
+                group_size=self.layout.pp,
+                num_bytes=num_bytes,
+                what=what if forward else f"gradient of the {what}",
+                stage=action.stage,
+                micro_batch=action.micro_batch,
+                peer=self.schedule.stage_ranks[other],
+            )
 
     def _tied(self) -> Iterator[Op]:
         tensor = tied_tensor(self.spec)

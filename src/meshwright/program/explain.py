@@ -27,7 +27,7 @@ from meshwright.layout.ranks import (
 from meshwright.model.spec import ModelSpec
 from meshwright.program.derive import derive, title
 from meshwright.program.expert import data_degrees, shard_index, split_units
-from meshwright.program.explain_context import merge_exchange, positions_held, tell_exchange
+from meshwright.program.explain_context import is_exchange, merge_exchange, positions_held, tell_exchange
 from meshwright.program.plan import Plan
 from meshwright.program.step import Collective, Compute, Op
 from meshwright.program.tensor import on_rank
@@ -306,14 +306,14 @@ def _tell(op: Op, plan: Plan, rank: int) -> _Line:
         where = "your layers" + (f" of stage {op.stage}" if plan.layout.chunks > 1 else "")
         kind = {"": op.what, "input": "backward for the input", "weight": "backward for the weights"}[op.half]
         return _Line(f"run {kind} through {where} ({format_count(op.flops)}FLOP)", op.micro_batch)
-    if op.axis == "cp":
+    if is_exchange(op):
         return _Line(tell_exchange(op, plan.layout, rank), op.micro_batch)
     size = format_bytes(op.num_bytes)
     if op.kind in ("send", "recv"):
         column = group(plan.layout, rank, "pp")
         assert op.peer is not None
         assert op.stage is not None
-        up = (op.kind == "send") == (op.what == "hidden states")
+        up = (op.kind == "send") != op.what.startswith("gradient")
         who = f"rank {column[op.peer]} (stage {op.stage + 1 if up else op.stage - 1})"
         if op.kind == "send":
             return _Line(f"send {op.what} to {who}: {size}", op.micro_batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeGuard
 
 from meshwright.base.units import format_bytes
 from meshwright.layout.batch import Batch
@@ -22,6 +23,11 @@ def positions_held(layout: Layout, batch: Batch, rank: int) -> str:
     return text + (f" (the last {extra} are padding)" if extra else "")
 
 
+def is_exchange(op: Op | None) -> TypeGuard[Collective]:
+    """Return whether an operation is a message of attention over the context axis."""
+    return isinstance(op, Collective) and op.axis == "cp" and op.kind != "all_reduce"
+
+
 def merge_exchange(ops: Sequence[Op]) -> list[Op]:
     """Return the operations with each run of attention's messages of one micro-batch as its first, bytes summed.
 
@@ -30,9 +36,9 @@ def merge_exchange(ops: Sequence[Op]) -> list[Op]:
     out: list[Op] = []
     for op in ops:
         last = out[-1] if out else None
-        if not isinstance(op, Collective) or op.axis != "cp":
+        if not is_exchange(op):
             out.append(op)
-        elif isinstance(last, Collective) and last.axis == "cp" and last.micro_batch == op.micro_batch:
+        elif is_exchange(last) and last.micro_batch == op.micro_batch:
             more = op.num_bytes if op.kind != "recv" else 0
             gradients = "" if "gradient" in last.what or "gradient" not in op.what else " and their gradients"
             out[-1] = replace(last, num_bytes=last.num_bytes + more, what=last.what + gradients)

@@ -273,7 +273,7 @@ data parallelism and ZeRO.""",
         needs="a family that is built, and vocabulary rows for every rank; or tp=1",
         do="tp=1 with dp, zero or pp",
         page="""Cut over tp now: llama, mistral, qwen2, qwen3, gpt2, mixtral, qwen3_moe (each expert is cut like a
-feed-forward); not other families' fused matrices, nor a load-balancing term of the routers in the loss.
+feed-forward); not other families' fused matrices.
 Vocabulary rows are cut ceil(rows / tp) to a rank; a vocabulary so small that the last rank gets none is refused.
 Other models run with data parallelism, ZeRO and, by family, pipelines.""",
     ),
@@ -351,18 +351,6 @@ its state could not be spread at all.""",
         needs="a family that is built, or ep=1",
         do="ep=1 with zero=3, which shards the experts' state",
         page="""Spread over ranks now: the experts of mixtral, qwen3_moe, deepseek_v2 and deepseek_v3.""",
-    ),
-    CodeInfo(
-        code="E267",
-        title="The routers' loss of a model in parts is not built yet",
-        kind="code",
-        why="the term multiplies averages over all layers and all tokens of a sequence, and a rank has some of them",
-        needs="pp=1 and cp=1 with output_router_logits",
-        do='"output_router_logits": false, or pp=1 and cp=1',
-        page="""With output_router_logits the loss has a load-balancing term: the share of tokens that each expert got,
-averaged over the layers, times the mean probability that the routers gave it. A pipeline stage has the routers
-of its own layers only, and a rank of cp a part of each sequence. Without the term another model would be
-trained, so it is not left out in silence. dp, ep and ZeRO keep whole sequences and all layers on a rank.""",
     ),
     CodeInfo(
         code="E268",
