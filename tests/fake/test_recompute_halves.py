@@ -97,6 +97,24 @@ def test_what_waits_for_the_weight_half_is_counted_by_hand(mode: str) -> None:
     assert seen == [3 * (5 * UNIT + WIDE // WIDTH * UNIT + statistics)]
 
 
+def test_a_llama_block_keeps_what_the_page_says() -> None:
+    """docs/concepts/recompute.md: 5 D + F per token; here F = 3 D."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 37}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model: Any = LlamaForCausalLM(config).model
+    halves = Halves()
+    recompute_blocks(model.layers, "full", halves=halves)
+    x = torch.randn(1, ROWS, 32, requires_grad=True)
+    out = model(inputs_embeds=x, use_cache=False).last_hidden_state
+    _, groups = stage_backward_input([out], [torch.ones_like(out)], [x], iter(model.parameters()))
+    frames = list(halves.filled)
+    halves.settle(groups)
+    halves.filled.extend(frames)
+    assert held_bytes(halves, list(model.layers)) == 2 * (5 * 32 + 96) * ROWS * 4
+
+
 def test_nothing_is_left_after_the_weight_half() -> None:
     blocks = three()
     _, halves = both_halves(blocks, "full")

@@ -53,8 +53,8 @@ def test_h88_near_ties_go_the_same_way_in_every_precision(
     rig = Rig(0, f"dp=1,precision={precision}", config=config)
     stage: Any = rig.model.stages[0]
     assert isinstance(stage, StageModule)
-    gate = stage.causal_lm.get_submodule("model.layers.0.mlp.gate")
-    hidden = torch.zeros(3, MINI["hidden_size"], dtype=gate.weight.dtype)
+    gate: Any = stage.causal_lm.get_submodule("model.layers.0.mlp.gate")
+    hidden = torch.zeros(3, 16, dtype=gate.weight.dtype)
     hidden[:, 0] = 1.0
     with torch.no_grad():
         gate.weight.zero_()
