@@ -114,8 +114,7 @@ def test_a_folder_without_permission_or_room_is_refused_with_its_code(job):
 @pytest.mark.parametrize(
     ("layout", "sets", "code"),
     [
-        ("dp=2,zero=3,offload=parameters", [], "E251"),
-        ("dp=2,zero=3,offload=parameters-nvme", [], "E251"),
+        ("dp=2,zero=3,offload=parameters", ["optimizer.name=sgd"], "E276"),
         ("dp=2,offload=optimizer", ["optimizer.name=sgd"], "E276"),
     ],
 )

@@ -38,6 +38,8 @@ def _here(worker: Callable[[RankFacts, Any], Any], nproc: int, work: Any) -> lis
         ("tiny-llama", "dp=1,recompute=full,loss=chunked"),
         ("tiny-llama", "dp=1,recompute=selective"),
         ("tiny-llama", "dp=1,offload=optimizer"),
+        ("tiny-llama", "dp=1,offload=parameters"),
+        ("tiny-llama", "dp=1,offload=parameters-nvme"),
         ("tiny-qwen3", "dp=1,compile=blocks"),
         ("tiny-gpt2", "dp=1"),
         ("tiny-mixtral", "dp=1"),

@@ -75,7 +75,17 @@ def test_plan_and_what_reads_it(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def test_plan_that_fits_nowhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    args = ["plan", "llama-2-70b", "--cluster", "a100-40gb-x8", *SIZE, "--out", "plan.json"]
+    args = [
+        "plan",
+        "llama-2-70b",
+        "--cluster",
+        "a100-40gb-x8",
+        *SIZE,
+        "--fix",
+        "offload=none",
+        "--out",
+        "plan.json",
+    ]
     found = answer_json(capsys, *args, code=1)
     assert found["fits"] == 0
     assert found["plans"]

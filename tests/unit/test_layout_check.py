@@ -179,10 +179,14 @@ def test_h175_what_is_not_built_is_refused_and_named() -> None:
     problems = check_built(layout, llama(model_type="gemma2", architectures=["Gemma2ForCausalLM"]))
     assert {p.kind for p in problems} == {Kind.CODE}
     assert sorted(p.where for p in problems) == sorted(
-        f"layout.{k}" for k in ("tp", "cp", "offload", "compile", "compile", "compile", "compile", "pp")
+        f"layout.{k}"
+        for k in (
+            *("tp", "cp", "compile", "compile", "compile", "compile", "pp"),
+            *("tp", "cp", "ep", "schedule", "compile"),  # beside offload=parameters
+        )
     )
-    assert {p.code for p in problems} == {"E251", "E252", "E253", "E260", "E279"}
-    assert "offload=none" in "\n".join(p.needs for p in problems)
+    assert {p.code for p in problems} == {"E252", "E253", "E260", "E279", "E290"}
+    assert "offload=optimizer" in "\n".join(p.do for p in problems)
 
 
 def test_experts_run_on_every_zero_stage_and_schedule() -> None:

@@ -96,15 +96,13 @@ def test_nothing_fits_names_the_change():
     assert "recompute=full" in change(kept)
     found = search(big, many, 4096, 1024, fix="tp=1,cp=1")
     assert {p.layout.recompute for p in found.plans} & {"full", "selective"}
-    assert "GPUs" in change(
-        search(read_model("llama-2-13b"), read_cluster("v100-32gb-x8"), 2048, 64, fix="tp=1,cp=1")
-    )
-    assert "zero=3" in change(
-        search(LLAMA, A100, 2048, 64, fix="dp=8,zero=2,micro_batch=1,recompute=none,loss=eager,tp=1")
-    )
-    assert "micro_batch=1" in change(
-        search(LLAMA, A100, 2048, 64, fix="dp=8,zero=3,micro_batch=2,recompute=none,loss=eager,tp=1")
-    )
+    small = read_model("llama-2-13b"), read_cluster("v100-32gb-x8"), 2048, 64
+    assert "offload=optimizer would make it fit" in change(search(*small, fix="tp=1,cp=1,offload=none"))
+    fix = "tp=1,cp=1,pp=1,zero=1,offload=parameters"
+    assert "GPUs" in change(search(big, read_cluster("a100-40gb-x8"), 2048, 64, fix=fix))
+    for pinned, cure in (("zero=2,micro_batch=1", "zero=3"), ("zero=3,micro_batch=2", "micro_batch=1")):
+        fix = f"dp=8,{pinned},recompute=none,loss=eager,tp=1,offload=none"
+        assert cure in change(search(LLAMA, A100, 2048, 64, fix=fix))
 
 
 def test_a_v100_is_planned_in_fp16():

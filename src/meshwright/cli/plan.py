@@ -39,11 +39,15 @@ class Objective(StrEnum):
 
 
 class Precision(StrEnum):
-    """Compute precisions of a plan."""
+    """Compute precisions of a plan; "any" tries each that the device has. fp8 is priced and cannot run yet."""
 
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
+    FP8 = "fp8"
+    FP8_ROWWISE = "fp8-rowwise"
+    FP8_BLOCKWISE = "fp8-blockwise"
+    ANY = "any"
 
 
 def plan(
@@ -165,9 +169,10 @@ def _items(request: Request, result: SearchResult) -> list[dict[str, Any]]:
     from meshwright.cost.estimate import item
 
     listed = [item(p) for p in result.plans] or [nearest_miss(item(p)) for p in result.misses]
-    if request.search["include_unbuilt"]:
-        for shown, plan in zip(listed, result.plans or result.misses, strict=True):
-            shown["not_built"] = not_built(request, plan)
+    for shown, plan in zip(listed, result.plans or result.misses, strict=True):
+        missing = not_built(request, plan)
+        if missing or request.search["include_unbuilt"]:
+            shown["not_built"] = missing
     return listed
 
 

@@ -49,8 +49,10 @@ def named(request: Request, text: str, best: Plan | None) -> Asked:
 def not_built(request: Request, plan: Plan) -> list[str]:
     """Return what of a plan cannot run yet, each in words; empty for what runs."""
     from meshwright.layout.check import check_built
+    from meshwright.layout.check_offload import precision_built
 
-    return [p.found for p in check_built(plan.layout, request.spec) if p.severity == "error"]
+    found = check_built(plan.layout, request.spec) + precision_built(plan.layout)
+    return [p.found for p in found if p.severity == "error"]
 
 
 def told_apart(result: SearchResult) -> tuple[int, str]:
@@ -69,6 +71,7 @@ def explained(request: Request, result: SearchResult) -> dict[str, Any]:
 
     best = result.plans[0] if result.plans else None
     precision = best.layout.precision if best else request.search.get("precision")
+    precision = None if precision == "any" else precision
     tree = decide(
         request.spec,
         request.cluster,

@@ -33,6 +33,9 @@ MATMUL_SHARE: Final = 0.80
 PCIE_GB_PER_S: Final[Mapping[str, float]] = {"4": 32.0, "5": 64.0}
 """GB/s per direction of a x16 slot by PCIe generation."""
 
+HOST_SHARE: Final = 0.8
+"""Share of a slot's rate that copies from and to pinned host memory reach (assumed)."""
+
 _COLLECTIVES = "collectives measured with nccl-tests (NVIDIA/dgxc-benchmarking, aws-samples)"
 
 
@@ -159,6 +162,20 @@ def device(gpu: str) -> DeviceSpec:
         memory_rate=_figure(gpu, "hbm_gb_per_s", 1e9, "bytes/s") or unknown,
         launch_s=Figure(value=LAUNCH_S, unit="s", source="AutoParallel cost model", kind="assumed"),
         notes=row.get("notes", ""),
+        host_rate=_host_rate(row),
+    )
+
+
+def _host_rate(row: Mapping[str, str]) -> Figure | None:
+    """Return the rate to host memory of a device whose PCIe generation is known."""
+    generation = row.get("pcie_gen", "")
+    if generation not in PCIE_GB_PER_S:
+        return None
+    return Figure(
+        value=HOST_SHARE * PCIE_GB_PER_S[generation] * 1e9,
+        unit="bytes/s",
+        source=f"assumed: {HOST_SHARE:.1f} of PCIe {generation} x16",
+        kind="assumed",
     )
 
 
@@ -277,6 +294,8 @@ def _row(entry: ClusterEntry) -> dict[str, Any]:
     figures |= {f"peak_flops_{p}": f for p, f in spec.device.peak_flops.items()}
     figures |= {f"matmul_flops_{p}": f for p, f in spec.device.matmul_flops.items()}
     figures |= {"launch": spec.device.launch_s}
+    if spec.device.host_rate is not None:
+        figures["host_rate"] = spec.device.host_rate
     figures |= {"intra_rate": spec.intra.rate, "intra_latency": spec.intra.latency}
     if spec.inter is not None:
         figures |= {"inter_rate": spec.inter.rate, "inter_latency": spec.inter.latency}

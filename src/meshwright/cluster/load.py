@@ -5,13 +5,15 @@ By hand (strict keys; an unknown one is refused with the nearest name)::
     {"name": "mine", "gpus_per_node": 8, "num_nodes": 2, "source": "where the figures come from",
      "device": {"name": "X", "memory": "80GB", "peak_flops": {"bf16": 312e12},
                 "matmul_flops": {"bf16": 250e12}, "memory_rate_bytes_per_s": 2.0e12,
-                "launch_s": 7e-6, "is_cpu": false},
+                "launch_s": 7e-6, "is_cpu": false, "host_rate_bytes_per_s": 5e10,
+                "disk_read_bytes_per_s": 3e9, "disk_write_bytes_per_s": 1.5e9},
      "intra": {"name": "NVLink", "rate_bytes_per_s": 3.0e11, "latency_s": 1e-6},
      "inter": {"name": "IB", "rate_bytes_per_s": 2.5e10, "latency_s": 1e-5},
      "price_per_device_hour": 2.0, "notes": ""}
 
 ``device`` may be the name of a device of the catalogue; rates are per direction and device; ``memory`` is a
-size with its unit ("80GB" is 80 * 10^9, "80GiB" is 80 * 2^30) or bytes.
+size with its unit ("80GB" is 80 * 10^9, "80GiB" is 80 * 2^30) or bytes. The rates to host memory and to a local disk
+(one device's share) may be left out.
 """
 
 from __future__ import annotations
@@ -51,6 +53,9 @@ _DEVICE = (
     "launch_s",
     "is_cpu",
     "notes",
+    "host_rate_bytes_per_s",
+    "disk_read_bytes_per_s",
+    "disk_write_bytes_per_s",
 )
 _LINK = ("name", "rate_bytes_per_s", "latency_s")
 _PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "fp8")
@@ -284,7 +289,20 @@ def _read_device(reader: _Reader, data: Mapping[str, Any], source: str) -> Devic
         launch_s=Figure(value=launch, unit="s", source=source),
         is_cpu=is_cpu,
         notes=reader.word(raw, "notes", "device.", ""),
+        **_away_rates(reader, raw, source),
     )
+
+
+def _away_rates(reader: _Reader, raw: Mapping[str, Any], source: str) -> dict[str, Figure]:
+    """Return the rates to host memory and disk that a device's object has."""
+    names = ("host_rate", "disk_read", "disk_write")
+    return {
+        name: Figure(
+            value=reader.number(raw, f"{name}_bytes_per_s", "device."), unit="bytes/s", source=source
+        )
+        for name in names
+        if f"{name}_bytes_per_s" in raw
+    }
 
 
 def _read_link(reader: _Reader, data: Mapping[str, Any], key: str, hop_s: float, source: str) -> LinkSpec:

@@ -30,6 +30,8 @@ class DeviceSpec:
         memory_rate: bytes/s of device memory.
         launch_s: least seconds one operation takes.
         is_cpu: a gloo process: no memory outside the allocator.
+        host_rate: bytes/s per direction between the device and pinned host memory; None where it is not known.
+        disk_read, disk_write: bytes/s of one device's share of a node's local disks; None where it is not known.
     """
 
     name: str
@@ -40,6 +42,9 @@ class DeviceSpec:
     launch_s: Figure
     is_cpu: bool = False
     notes: str = ""
+    host_rate: Figure | None = None
+    disk_read: Figure | None = None
+    disk_write: Figure | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.collective import Floats, GroupShape, plane_shape, shape_of, strided_shape
 from meshwright.cost.memory import StageLoad, fullest, outside_allocator, peak_memory
-from meshwright.cost.offload import exposed_seconds, is_away, travel_seconds
+from meshwright.cost.offloaded import away_codes, away_seconds
 from meshwright.cost.pieces import (
     COMPUTE_BYTES,
     EXPERT_ROLES,
@@ -104,7 +104,7 @@ class Columns:
             of the weight half where a backward is split (the first stage's is its whole backward).
         compute, recompute, tensor, context, expert, data: [layouts, stages] exposed seconds of a step.
         send: [layouts] seconds of one message between stages.
-        offload: [layouts] seconds that the update waits for state that rests away.
+        offload: [layouts] seconds that a step waits for what rests away.
         memory: bytes by category, [layouts, stages].
         peak: [layouts] the highest peak over stages.
         step: [layouts] predicted seconds of a step by the closed form.
@@ -415,6 +415,8 @@ def columns(
         out: Floats = np.where(counts > 0, work[name][key_at][:, None, :], 0.0).max(axis=2)
         return out
 
+    homes = sorted({layout.offload for layout in layouts})
+    home_of = np.array([homes.index(layout.offload) for layout in layouts], dtype=np.intp)
     load = stage_load(
         pricer,
         Sizes(
@@ -425,7 +427,7 @@ def columns(
             autocast=np.array([float(work_key(layout).autocast) for layout in layouts]),
             chunked=np.array([float(layout.loss == "chunked") for layout in layouts]),
             piped=np.array([float(layout.pp > 1) for layout in layouts]),
-            away=np.array([float(is_away(layout)) for layout in layouts]),
+            away=away_codes(homes, home_of, np.array([float(layout.dp) for layout in layouts])),
         ),
         table,
         per_stage,
@@ -457,8 +459,8 @@ def columns(
         tied = np.array([tied_seconds(pricer, layout) for layout in layouts])
     update = optimizer_seconds(pricer, table)
     optimizer = update.max(axis=1)
-    resting = table["trainable_resting"]
-    travel = np.stack([offload_seconds(pricer, x, resting[r], update[r]) for r, x in enumerate(layouts)])
+    windows = (mm, zero[:, None], ahead, behind + again, update)
+    travel = away_seconds(pricer, homes, home_of, table, *windows)
     offload = travel.max(axis=1)
     other = _other(pricer, layouts) + tied
     if schedule is None:
@@ -746,12 +748,6 @@ def optimizer_seconds(pricer: Pricer, table: Mapping[str, Floats]) -> Floats:
     out = local * scale * (adam / rates.optimizer_rate + NORM_BYTES / rates.copy_rate)
     tensor_s = rates.optimizer_tensor_s + (6.0 * rates.op_s if not rates.overlaps else rates.op_s)
     return out + table["trainable_tensors"] * tensor_s
-
-
-def offload_seconds(pricer: Pricer, layout: Layout, resting: Floats, update: Floats) -> Floats:
-    """Return the seconds that updates of ``resting`` elements, which take ``update``, wait for state from away."""
-    num_bytes = 2.0 * pricer.state_bytes * resting
-    return exposed_seconds(travel_seconds(layout, num_bytes, pricer.rates), update, pricer.rates)
 
 
 def message_seconds(pricer: Pricer, layout: Layout) -> float:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from meshwright.base.records import MemoryBytes
 from meshwright.cost.collective import Floats
 from meshwright.cost.offload import BUFFERS
+from meshwright.cost.offloaded import moments_away
 
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "logits", "working")
 
@@ -67,7 +68,8 @@ class StageLoad:
         chunked: 1 where the loss runs by chunks of tokens, else 0.
         storage, compute, reduce: bytes per element at rest, computing, and when reduced.
         autocast: 1 where weights are cast by autocast (zero = 0 in 16 bit), else 0.
-        away: 1 where the optimizer's state rests away from the device, else 0.
+        away: what rests away from the device: 0 nothing, 1 the optimizer's state, 2 (3) parameters and
+            gradients too (of several replicas).
         captured: bytes that a micro-batch keeps between the halves of its backward beside ``activations``; of a rank:
             the one whose input half ends.
         waits: bytes that all micro-batches between their halves keep so.
@@ -115,7 +117,7 @@ def peak_memory(load: StageLoad, outside: Floats) -> dict[str, Floats]:
 
     ``outside`` are the bytes beside the allocator, which are always there.
     """
-    moments = _moments(load)
+    moments = moments_away(load, _moments(load))
     totals = np.stack([sum(m.values(), np.zeros_like(load.full)) for m in moments])
     at = np.argmax(totals, axis=0)
     out: dict[str, Floats] = {}

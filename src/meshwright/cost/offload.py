@@ -12,31 +12,32 @@ import numpy as np
 
 from meshwright.cost.collective import Floats
 from meshwright.cost.rates import DeviceRates
-from meshwright.layout.layout import Layout
 
-HOST_LINK: Final = 25e9
-"""Bytes a second between a GPU and pinned host memory (assumed: 16 lanes of PCIe 4.0, one direction)."""
-FILE_READ: Final = 3.0e9
-FILE_WRITE: Final = 1.5e9
-"""Bytes a second of sequential access to one rank's share of an NVMe disk (assumed)."""
 CHECKSUM: Final = 1.9e9
 """Bytes a second of CRC-32 (zlib) on one core (measured here, 64 MiB at a time)."""
 BUFFERS: Final = 2
 
 
-def is_away(layout: Layout) -> bool:
-    """Return whether the optimizer's state rests away from the device."""
-    return layout.offload != "none"
+def is_away(kind: str) -> bool:
+    """Return whether the optimizer's state rests away from the device under a value of the offload key."""
+    return kind != "none"
 
 
-def travel_seconds(layout: Layout, num_bytes: Floats, rates: DeviceRates) -> Floats:
-    """Return the seconds that ``num_bytes`` of state take to come and to go back, once each."""
-    if not is_away(layout):
+def file_seconds(read: Floats, written: Floats, rates: DeviceRates) -> Floats:
+    """Return the seconds of reading and of writing bytes of files, with their checksums."""
+    return read * (1.0 / rates.disk_read + 1.0 / CHECKSUM) + written * (
+        1.0 / rates.disk_write + 1.0 / CHECKSUM
+    )
+
+
+def travel_seconds(kind: str, num_bytes: Floats, rates: DeviceRates) -> Floats:
+    """Return the seconds that ``num_bytes`` of optimizer state take to come and to go back, once each."""
+    if not is_away(kind):
         return np.zeros_like(num_bytes)
-    if layout.offload == "optimizer":
+    if kind == "optimizer":
         # a CPU copies from memory to memory, reading and writing each byte
-        return 2.0 * num_bytes / HOST_LINK if rates.overlaps else 4.0 * num_bytes / rates.copy_rate
-    return num_bytes * (1.0 / FILE_READ + 1.0 / FILE_WRITE + 2.0 / CHECKSUM)
+        return 2.0 * num_bytes / rates.host_rate if rates.overlaps else 4.0 * num_bytes / rates.copy_rate
+    return file_seconds(num_bytes, num_bytes, rates)
 
 
 def exposed_seconds(travel: Floats, update: Floats, rates: DeviceRates) -> Floats:

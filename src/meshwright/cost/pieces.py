@@ -18,17 +18,19 @@ from meshwright.cost.collective import (
     plane_shape,
     strided_shape,
 )
+from meshwright.cost.eight import FP8_ROLES, copies_bytes, linear_seconds
 from meshwright.cost.rates import DeviceRates, attention_flops, device_rates
 from meshwright.layout.context import kv_heads_sent
 from meshwright.layout.layout import LOSS_CHUNKS, Layout
+from meshwright.layout.precision import FP8, wide_precision
 from meshwright.layout.ranks import strides
 from meshwright.model.activations import always_unfused, saved_activations, saved_final_bytes
 from meshwright.model.sharding import rule, tp_local_shape
 from meshwright.model.spec import AttentionSpec, BlockSpec, ModelSpec, TensorSpec
 from meshwright.program.units import frozen_names
 
-STATE_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}
-COMPUTE_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+STATE_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4, **dict.fromkeys(FP8, 4)}
+COMPUTE_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, **dict.fromkeys(FP8, 2)}
 
 COMPOSED_GELU = ("gelu_new", "gelu_fast")
 """Activations that are written as several elementwise operations."""
@@ -226,6 +228,7 @@ class Pricer:
     Attributes:
         kind_of: for each block, which of the distinct ``kinds`` of blocks it is.
         frozen, stopped: the patterns of parameters that do not train, and the names of these parameters.
+        eight: rates of products in 8 bits where linear layers run in them, else None.
     """
 
     spec: ModelSpec
@@ -238,6 +241,7 @@ class Pricer:
     kind_of: tuple[int, ...]
     frozen: tuple[str, ...] = ()
     stopped: frozenset[str] = frozenset()
+    eight: DeviceRates | None = None
     _blocks: dict[tuple[int, WorkKey], Work] = field(default_factory=dict[tuple[int, WorkKey], Work])
     _ends: dict[tuple[str, WorkKey, str], Work] = field(default_factory=dict[tuple[str, WorkKey, str], Work])
 
@@ -409,9 +413,21 @@ class Pricer:
             split=split,
             weight=weight,
             edge=(4.0 if spec.norm == "rmsnorm" else 2.0) * entry,
-            transient=tokens * c * (3.0 * widest / key.tp + 2.0 * spec.hidden_size),
+            transient=tokens * c * (3.0 * widest / key.tp + 2.0 * spec.hidden_size)
+            + self._copies(block, tokens, key),
             flops=flops,
         )
+
+    def _copies(self, block: BlockSpec, tokens: float, key: WorkKey) -> float:
+        """Return the bytes of the 8-bit copies that the largest linear layer of a block makes (0 without fp8)."""
+        if self.eight is None:
+            return 0.0
+        shapes = [
+            unit_tensor_shape(t, self.spec.attention, key.tp, key.ep)[-2:]
+            for t in block.tensors
+            if len(t.shape) >= 2 and t.role in FP8_ROLES
+        ]
+        return max((copies_bytes((tokens, float(k), float(n))) for n, k in shapes), default=0.0)
 
     def _matmul(
         self, tensor: TensorSpec, block: BlockSpec, tokens: float, key: WorkKey
@@ -427,12 +443,15 @@ class Pricer:
             calls = (tensor.shape[0] if len(tensor.shape) == 3 else 1) / key.ep
         else:
             n, k = unit_tensor_shape(tensor, self.spec.attention, key.tp, key.ep)[-2:]
+        trained = tensor.name not in self.stopped
+        flops = 6.0 if trained else 4.0
+        if self.eight is not None and tensor.role in FP8_ROLES:
+            ahead, behind, weight = linear_seconds(self.precision, r, self.eight, (m, k, n))
+            weight = calls * weight if trained else 0.0
+            return calls * ahead, calls * behind, weight, calls * flops * m * k * n, max(1, round(calls))
         forward = calls * r.matmul_s(m, k, n)
         backward = calls * r.matmul_s(m, n, k)
-        weight, flops = 0.0, 4.0
-        if tensor.name not in self.stopped:
-            weight = calls * r.matmul_s(n, m, k)
-            flops = 6.0
+        weight = calls * r.matmul_s(n, m, k) if trained else 0.0
         return forward, backward, weight, calls * flops * m * k * n, max(1, round(calls))
 
     def _selective_bytes(self, block: BlockSpec, tokens: float, key: WorkKey) -> tuple[float, float]:
@@ -593,7 +612,8 @@ def make_pricer(
         cluster=cluster,
         seq_len=seq_len,
         precision=precision,
-        rates=device_rates(cluster, precision),
+        rates=device_rates(cluster, wide_precision(precision)),
+        eight=device_rates(cluster, "fp8") if precision in FP8 else None,
         times=collective_times(cluster),
         kinds=tuple(kinds),
         kind_of=tuple(kind_of),

@@ -133,7 +133,7 @@ def predict_with(pricer: Pricer, layout: Layout, batch: Batch, schedule: Schedul
     spec = pricer.spec
     flops = flops_per_token(spec, pricer.seq_len).causal * batch.tokens
     rate = flops / step_s / world
-    ceiling = pricer.cluster.device.peak_flops.get(pricer.precision)
+    ceiling = pricer.cluster.device.peak_flops.get("fp8" if pricer.eight else pricer.precision)
     mfu = None if ceiling is None else 100.0 * rate / ceiling.value
     if mfu is not None and mfu > 100.0:
         refuse(

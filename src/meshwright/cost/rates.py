@@ -15,6 +15,11 @@ from meshwright.cost.shipped import source as shipped_source
 
 MOST_WAVES: Final = 4.0
 """A product has at most this loss to whole waves: small ones run on smaller tiles."""
+HOST_LINK: Final = 25.6e9
+"""Bytes a second between a GPU and pinned host memory where no link is known (assumed: 0.8 of 16 lanes of PCIe 4)."""
+FILE_READ: Final = 3.0e9
+FILE_WRITE: Final = 1.5e9
+"""Bytes a second of sequential access to one rank's share of an NVMe disk, where no disk is known (assumed)."""
 ELEMENT_BYTES: Final = {"fp64": 8.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
 
 RUNTIME_ATTENTION: Final = "fa2"
@@ -53,6 +58,7 @@ class DeviceRates:
         op_s: least seconds of one forward operation; ``backward_op_s`` of one in backward.
         sustained: seconds of matmuls in long runs over those of short benchmarks, for the generations where it is known.
         memory_rate, element_bytes: of operands that move through memory.
+        host_rate: bytes/s to or from pinned host memory; ``disk_read`` and ``disk_write`` of a rank's share of a disk.
         overlaps: whether communication runs beside compute (not on a CPU, where both need the cores).
     """
 
@@ -71,6 +77,9 @@ class DeviceRates:
     sustained: float
     memory_rate: float
     element_bytes: float
+    host_rate: float
+    disk_read: float
+    disk_write: float
     sources: tuple[str, ...]
 
     def matmul_s(self, m: float, k: float, n: float) -> float:
@@ -125,7 +134,8 @@ def device_rates(cluster: ClusterSpec, precision: str) -> DeviceRates:
         missing.append("the memory rate")
     if missing:
         known = sorted(device.matmul_flops)
-        near = "fp16" if precision == "bf16" and "fp16" in known else (known[0] if known else "")
+        wide = next((p for p in ("bf16", "fp16") if p in known), "")
+        near = wide if precision in ("bf16", "fp8") and wide else (known[0] if known else "")
         raise MeshwrightError(
             problem(
                 "E405",
@@ -171,6 +181,9 @@ def device_rates(cluster: ClusterSpec, precision: str) -> DeviceRates:
         sustained=factors()["blackwell"] if generation(device.name) == "blackwell" else 1.0,
         memory_rate=device.memory_rate.value,
         element_bytes=ELEMENT_BYTES.get(precision, 4.0),
+        host_rate=device.host_rate.value if device.host_rate else HOST_LINK,
+        disk_read=device.disk_read.value if device.disk_read else FILE_READ,
+        disk_write=device.disk_write.value if device.disk_write else FILE_WRITE,
         sources=tuple(sources),
     )
 

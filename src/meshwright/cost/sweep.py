@@ -18,13 +18,13 @@ from meshwright.cost.fast import (
     SUMMED,
     Sizes,
     data_waits,
-    offload_seconds,
     optimizer_seconds,
     other_seconds,
     over_owned,
     stage_load,
 )
 from meshwright.cost.memory import StageLoad, outside_allocator, peak_memory
+from meshwright.cost.offloaded import away_codes, away_seconds
 from meshwright.cost.pieces import Pricer
 from meshwright.cost.rows import Index, Rows
 from meshwright.cost.slots import Slot
@@ -65,21 +65,25 @@ def sweep(tables: Tables, rows: Rows, slot: Slot) -> Swept:
     splits = rows.flag("schedule", *ALL_SPLIT)[:, None] & (slot.first > 0)
     work["backward"] = work["backward"] + np.where(splits, work["split"], 0.0)
     m, zero = rows.column("accumulation"), rows.column("stage")
+    behind = work["backward"] + work["recompute"]
     waits = data_waits(
         pricer.rates.overlaps,
         zero[:, None],
         m[:, None],
         work["forward"],
-        work["backward"] + work["recompute"],
+        behind,
         table,
     )
     half = 0.5 * (work["tensor"] + work["context"] + work["expert"])
     forward = work["forward"] + half + waits.forward
-    backward = work["backward"] + work["recompute"] + half + waits.backward
+    backward = behind + half + waits.backward
     send = _gathered(tables, "sends", rows, slot)
     once = _over(slot, waits.once).max(axis=1)
     update = optimizer_seconds(pricer, table)
-    away = _over(slot, _away(pricer, rows, table, update)).max(axis=1)
+    windows = (m[:, None], zero[:, None], work["forward"], behind, update)
+    homes = rows.values["offload"]
+    waited = away_seconds(pricer, homes, rows.codes["offload"].astype(np.intp), table, *windows)
+    away = _over(slot, waited).max(axis=1)
     rest = once + _over(slot, update).max(axis=1) + away + other_seconds(pricer, rows.layout(0).world_size)
     if pricer.spec.tied_embeddings and slot.pp > 1:
         rest = rest + _gathered(tables, "tied", rows, slot)
@@ -170,22 +174,16 @@ def block_floors(tables: Tables, rows: Rows, slot: Slot) -> tuple[Floats, Floats
     names = ("resting", "trainable_resting")
     # of the sparsest layout: units are padded to equal rows, so a larger group never holds more on a rank
     full, trained = (_over(slot, _sums(slot, units.figures[:, SIZES.index(n)]))[at] for n in names)
-    moments = np.where(rows.flag("offload", "none"), 2.0, 0.0)[:, None]
-    state = pricer.state_bytes * (full + moments * trained)
+    away = _codes(rows)[:, None]
+    state = pricer.state_bytes * np.where(away > 1, 0.0, full + np.where(away > 0, 0.0, 2.0) * trained)
     _, held = chunks_held(rows, slot, m)
     kept = (work["kept"][:, slot.owns] * held).sum(axis=2)
     return least, (state + kept).max(axis=1) + _outside(pricer, rows, slot)
 
 
-def _away(pricer: Pricer, rows: Rows, table: Mapping[str, Floats], update: Floats) -> Floats:
-    """Return [rows, stage runs] seconds that the update waits for state that rests away from the device."""
-    out = np.zeros_like(update)
-    number, first = rows.distinct(("offload",))
-    for n, row in enumerate(first):
-        at = np.flatnonzero(number == n)
-        like = rows.layout(int(row))
-        out[at] = offload_seconds(pricer, like, table["trainable_resting"][at], update[at])
-    return out
+def _codes(rows: Rows) -> Floats:
+    """Return [rows] what of a rank's state is away (see ``away_codes``)."""
+    return away_codes(rows.values["offload"], rows.codes["offload"].astype(np.intp), rows.column("dp"))
 
 
 def _work(tables: Tables, rows: Rows, slot: Slot, names: tuple[str, ...] = WORK) -> dict[str, Floats]:
@@ -281,7 +279,7 @@ def _load(
         autocast=(plain & (pricer.compute_bytes == 2)).astype(np.float64),
         chunked=rows.flag("loss", "chunked").astype(np.float64),
         piped=np.full(len(rows), float(slot.pp > 1)),
-        away=np.where(rows.flag("offload", "none"), 0.0, 1.0),
+        away=_codes(rows),
     )
     if (
         slot.chunks > 1

@@ -14,7 +14,7 @@ OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"),
         "loss": ("eager", "chunked", "parallel"),
         "recompute": ("none", "selective", "full"),
-        "offload": ("none", "optimizer", "optimizer-nvme"),
+        "offload": ("none", "optimizer", "parameters", "optimizer-nvme", "parameters-nvme"),
         "compile": ("off", "blocks"),
         "precision": ("fp32", "bf16", "fp16", "fp64"),
     }

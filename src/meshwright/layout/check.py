@@ -14,9 +14,10 @@ from meshwright.cluster.spec import ClusterSpec
 from meshwright.layout import built
 from meshwright.layout.batch import Batch, check_actions
 from meshwright.layout.check_context import context_built, padding
+from meshwright.layout.check_offload import offload_built, precision_built
 from meshwright.layout.cut import check_cut
 from meshwright.layout.layout import Layout
-from meshwright.layout.precision import precision_table
+from meshwright.layout.precision import FP8, precision_table
 from meshwright.layout.ranks import group, nodes_of
 from meshwright.model.randomness import layout_dependent
 from meshwright.model.spec import ModelSpec
@@ -62,7 +63,7 @@ def check(
         problems += _nodes(layout, cluster.gpus_per_node)
     problems += check_adapter(spec, layout)
     if for_run:
-        problems += check_built(layout, spec)
+        problems += check_built(layout, spec) + precision_built(layout)
     return problems
 
 
@@ -407,6 +408,8 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
         if value not in works and not (key == "schedule" and value.startswith("@")):
             if key == "schedule" and layout.pp == 1:
                 continue  # no pipeline, nothing to schedule
+            if key == "precision" and value in FP8:
+                continue  # E291 says it
             problems.append(
                 problem(
                     "E251",
@@ -439,6 +442,7 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
     if spec is not None:
         problems += context_built(spec, layout)
     problems += _compile_built(layout, spec)
+    problems += offload_built(layout, spec)
     return problems
 
 

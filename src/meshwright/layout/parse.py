@@ -28,7 +28,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "cp_style": ("ring", "ulysses"),
         "recompute": ("none", "selective", "full"),
         "offload": ("none", "optimizer", "parameters", "optimizer-nvme", "parameters-nvme"),
-        "precision": ("fp32", "bf16", "fp16", "fp64"),
+        "precision": ("fp32", "bf16", "fp16", "fp64", "fp8", "fp8-rowwise", "fp8-blockwise"),
     }
 )
 """Keys whose value is one of a few words."""

@@ -81,6 +81,20 @@ NAMES: Final[tuple[PrivateName, ...]] = (
         "FSDPState._root_post_backward_final_callback",
         "parallel.zero",
     ),
+    *(
+        PrivateName(
+            "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+            f"FSDPParamGroup.{n}",
+            "parallel.away_shards",
+        )
+        for n in ("unshard", "is_unsharded", "post_backward")
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param",
+        "FSDPParam.to_sharded_dtensor",
+        "parallel.away_shards",
+    ),
+    PrivateName("torch", "UntypedStorage.resize_", "parallel.away"),
     PrivateName("torch.utils._pytree", "tree_flatten", "parallel.deferred"),
     PrivateName("torch.utils._pytree", "tree_map", "parallel.deferred"),
     PrivateName("torch", "_C._FunctionBase._sequence_nr", "parallel.halves"),

@@ -16,6 +16,7 @@ import torch
 from meshwright.base.errors import ExitCode, MeshwrightError, problem, refuse
 from meshwright.layout.batch import derive_batch
 from meshwright.layout.check import check, check_optimizer
+from meshwright.layout.check_offload import precision_built
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
 from meshwright.mesh import contract
@@ -266,7 +267,9 @@ def prove_command(
         MeshwrightError: every Problem of the input; E900 for what later work brings.
     """
     show = show or (lambda line: None)
-    wanted = replace(parse_layout(layout), precision=precision or "fp64")
+    asked = parse_layout(layout)
+    refuse(precision_built(asked))  # a proof has a precision of its own, which must not hide this
+    wanted = replace(asked, precision=precision or "fp64")
     problems = contract.missing(pipeline=wanted.pp > 1)
     if resume and ladder:
         found, do = "--resume with --ladder", "prove them one after the other"

@@ -7,15 +7,17 @@ a part of the model, "build" describes large parameters and the cuts make them, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from meshwright.base.axes import TIED
@@ -29,6 +31,8 @@ from meshwright.model.randomness import draws_alike, drops_probabilities
 from meshwright.model.sharding import tp_copies
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.adapters import add_adapters
+from meshwright.parallel.away import Away
+from meshwright.parallel.away_shards import ShardHomes
 from meshwright.parallel.build import build_model, frozen_names
 from meshwright.parallel.compiled import compile_blocks
 from meshwright.parallel.context import ContextAxis, local_batch, use_context
@@ -37,6 +41,7 @@ from meshwright.parallel.dropout import Dropout, place_on_axes, use_dropout
 from meshwright.parallel.expert import ExpertAxis, expert_axis, shard_experts, stage_experts
 from meshwright.parallel.halves import Halves
 from meshwright.parallel.loss import IGNORE, chunked_loss_sum
+from meshwright.parallel.offload import FileStore, HostStore, home_store, parameters_away, pinned
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import Float64Throughout, dtype_of, forward_context
 from meshwright.parallel.recompute import nested, recompute_blocks
@@ -222,7 +227,7 @@ class ParallelModel:
         if self.tied_pair is not None and self.tied_pair[0].requires_grad:
             sum_local_pair(*self.tied_pair)
         if self.tied_weight is not None and self.tied_weight.requires_grad:
-            sum_tied_gradient(self.tied_weight, self.view.groups[TIED])
+            sum_tied_gradient(self.tied_weight, self.view.groups[TIED], self.view.device)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return this rank's gradients (shards as DTensors) by logical name; missing ones are left out."""
@@ -260,7 +265,7 @@ class ParallelModel:
         grads = [g for g in grads if g.numel()]
         if not grads:
             return torch.zeros((), dtype=torch.float64, device=self.view.device)
-        return _square_sum(grads)
+        return _square_sum(grads).to(self.view.device)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient of this rank by ``factor`` in place."""
@@ -284,7 +289,35 @@ class ParallelModel:
         for engine in self.engines.values():
             if isinstance(engine, Zero):
                 engine.reshard()
+            elif isinstance(engine, Away):
+                engine.rest()
         return self._total(sums)
+
+    def away(self) -> list[Tensor]:
+        """Return the tensors of parameters and gradients that rest away from the device."""
+        homes = [away_homes(engine) for engine in self.engines.values()]
+        return [t for home in homes if home is not None for t in home.homes()]
+
+    def put_away(self, names: Sequence[str] | None = None) -> None:
+        """Take the parameters that rest away as they are now (all, or ``names``), after an update or a load."""
+        for engine in self.engines.values():
+            home = away_homes(engine)
+            if home is not None:
+                home.seal(names)
+
+    def verify_away(self) -> None:
+        """Hold the parameters that rest in files against their checksums. Raises MeshwrightError E277."""
+        for engine in self.engines.values():
+            home = away_homes(engine)
+            if home is not None:
+                home.verify()
+
+    def close(self) -> None:
+        """Remove what rests in files; no step can follow."""
+        for engine in self.engines.values():
+            home = away_homes(engine)
+            if home is not None:
+                home.close()
 
 
 def apply_plan(
@@ -296,13 +329,14 @@ def apply_plan(
     weights: Mapping[str, Tensor] | None = None,
     on_action: Callable[[str], None] = _silent,
     compile_backend: str = "inductor",
+    offload_dir: Path | None = None,
 ) -> ParallelModel:
     """Return this rank's part of the model of ``plan``, ready to train. Every rank of the mesh calls it.
 
-    ``compile_backend`` is what ``compile=blocks`` compiles with.
+    ``compile_backend`` is what ``compile=blocks`` compiles with; parameters that rest in files are in ``offload_dir``.
 
     Raises:
-        MeshwrightError: E546 when a stage has nothing to train, E811, E812.
+        MeshwrightError: E278 for a folder without room, E546 when a stage has nothing to train, E811, E812.
     """
     layout = plan.layout
     table = precision_table(layout)
@@ -356,7 +390,7 @@ def apply_plan(
         if experts is not None:
             shard_experts(stage, experts)
         if not (pending.active and _sharded(layout)):
-            pending.fill(stage, view.device)
+            pending.fill(stage, torch.device("cpu") if parameters_away(layout) else view.device)
         shapes |= {logical_name(n): tuple(p.shape) for n, p in stage.named_parameters()}
         if not any(p.requires_grad for p in stage.parameters()):
             raise MeshwrightError(
@@ -365,11 +399,14 @@ def apply_plan(
         if layout.compile == "blocks":
             compile_blocks(stage_blocks(stage, spec), compile_backend)
         recompute_blocks(stage_blocks(stage, spec), layout.recompute, again_in, recomputed.get(index))
-        engine = engines[index] = _data_parallel(stage, spec, view, table, experts, pending)
+        homes = partial(home_store, layout, view, offload_dir, index)
+        engine = engines[index] = _data_parallel(stage, spec, view, table, experts, pending, homes)
         leading = leading_frozen(spec, layout, index, plan.frozen)
         if isinstance(engine, Zero) and leading:
             engine.begin_backward_at([*stage_blocks(stage, spec), stage][leading])
         held = {logical_name(n): p for n, p in stage.named_parameters()}
+        if isinstance(engine, Away):
+            held = engine.masters
         params |= held
         stage_of |= dict.fromkeys(held, index)
     decays = frozenset(n for n, shape in shapes.items() if len(shape) >= 2)
@@ -442,6 +479,7 @@ def _data_parallel(
     table: PrecisionTable,
     axis: ExpertAxis | None,
     pending: Deferred,
+    homes: Callable[[], HostStore | FileStore],
 ) -> Replicate | Zero:
     layout = view.layout
     blocks = stage_blocks(module, spec)
@@ -450,7 +488,8 @@ def _data_parallel(
     if _sharded(layout):
         assert mesh is not None
         low = table.gather != table.storage
-        return shard(
+        away = parameters_away(layout)
+        zero = shard(
             module,
             blocks,
             mesh,
@@ -460,7 +499,14 @@ def _data_parallel(
             experts=mixtures,
             expert_mesh=view.expert_mesh() if mixtures else None,
             prepare=(lambda unit: pending.fill(unit, view.device)) if pending.active else None,
+            offload=CPUOffloadPolicy(pin_memory=pinned(layout, view)) if away else None,
         )
+        if away:
+            zero.homes = ShardHomes(module, zero.param_groups(), homes(), view.device)
+        return zero
+    if parameters_away(layout):
+        names = {logical_name(n): p for n, p in module.named_parameters()}
+        return Away(module, blocks, names, view.groups.get("dp_replicate"), homes(), view.device)
     in_blocks = {id(p) for b in blocks for p in b.parameters()}
     in_mixtures = {id(p) for m in mixtures for p in m.parameters()}
     units = [("root", [p for p in module.parameters() if p.requires_grad and id(p) not in in_blocks])]
@@ -535,6 +581,11 @@ def _pipeline(model: ParallelModel, schedule: Schedule, recomputed: Mapping[int,
         before_forward=None if model.dropout is None else model.dropout.micro_batch,
         recomputed=recomputed,
     )
+
+
+def away_homes(engine: Replicate | Zero) -> Away | ShardHomes | None:
+    """Return what knows where an engine's parameters rest when that is not the device, else None."""
+    return engine if isinstance(engine, Away) else engine.homes if isinstance(engine, Zero) else None
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

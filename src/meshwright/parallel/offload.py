@@ -11,7 +11,7 @@ import contextlib
 import mmap
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
+from meshwright.layout.layout import Layout
+from meshwright.mesh.device_mesh import MeshView
 
 
 class Store(Protocol):
@@ -60,10 +62,11 @@ class HostStore:
 
 @dataclass
 class FileStore:
-    """Pieces in files of ``folder``, one each, mapped into memory."""
+    """Pieces in files of ``folder``, one each, mapped into memory; ``kind`` is a part of their names."""
 
     folder: Path
     rank: int
+    kind: str = "piece"
     checks: bool = True
     maps: dict[int, mmap.mmap] = field(default_factory=dict[int, mmap.mmap])
     paths: dict[int, Path] = field(default_factory=dict[int, Path])
@@ -77,7 +80,7 @@ class FileStore:
         size = numel * dtype.itemsize
         if size == 0:
             return torch.zeros(0, dtype=dtype)
-        path = self.folder / f"rank-{self.rank:05d}-piece-{index:04d}.state"
+        path = self.folder / f"rank-{self.rank:05d}-{self.kind}-{index:04d}.state"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with path.open("w+b") as file:
@@ -126,6 +129,24 @@ class Piece:
     numel: int
 
 
+def parameters_away(layout: Layout) -> bool:
+    """Return whether parameters (with gradients and the optimizer's state) rest away from the device."""
+    return layout.offload.startswith("parameters")
+
+
+def pinned(layout: Layout, view: MeshView) -> bool:
+    """Return whether parameters rest in pinned memory: on a GPU, unless they rest in files."""
+    return view.device.type == "cuda" and layout.offload == "parameters"
+
+
+def home_store(layout: Layout, view: MeshView, folder: Path | None, stage: int) -> HostStore | FileStore:
+    """Return the store of one stage's parameters on one rank; files go to ``folder``."""
+    if layout.offload == "parameters":
+        return HostStore(pinned(layout, view))
+    assert folder is not None
+    return FileStore(folder, view.rank, f"stage-{stage}-unit")
+
+
 def cut_pieces(sizes: Sequence[tuple[str, int]], entries: int) -> tuple[Piece, ...]:
     """Return pieces of (name, elements) in order, each at most as large as the largest tensor alone.
 
@@ -152,3 +173,38 @@ def checksum(flat: Tensor) -> int:
         torch.uint8
     ).numpy()  # an array is a buffer, which its stub for Python 3.11 does not say
     return zlib.crc32(content) if flat.numel() else 0
+
+
+class Seals:
+    """The checksums of a piece that holds parameters: one per name, whose (start, elements) ``places`` says.
+
+    Where the store checks nothing, nothing is done.
+    """
+
+    def __init__(self, store: Store, index: int, places: Mapping[str, tuple[int, int]], home: Tensor) -> None:
+        self._store, self._index, self._places, self._home = store, index, dict(places), home
+        self._sums: dict[str, int] = {}
+
+    def seal(self, names: Sequence[str] | None = None) -> None:
+        """Take what is at home now as right (of ``names``; by default all of it), and let its memory go."""
+        wanted = self._places if names is None else [n for n in names if n in self._places]
+        if self._store.checks and wanted:
+            for name in wanted:
+                self._sums[name] = checksum(self._part(name))
+            self.settle()
+
+    def check(self) -> None:
+        """Hold what is at home against its checksums. Raises MeshwrightError E277."""
+        for name, seal in self._sums.items():
+            if checksum(self._part(name)) != seal:
+                raise MeshwrightError(
+                    problem("E277", where=name, found="its checksum is another one"), ExitCode.ENVIRONMENT
+                )
+
+    def settle(self) -> None:
+        """Let go of the memory that the home took while it was read or written."""
+        self._store.settle(self._index)
+
+    def _part(self, name: str) -> Tensor:
+        start, numel = self._places[name]
+        return self._home[start : start + numel]

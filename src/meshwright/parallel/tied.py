@@ -9,6 +9,7 @@ Communication: one all_reduce on ``tied`` (two ranks) of this rank's shard of th
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -27,7 +28,14 @@ def sum_local_pair(weight: nn.Parameter, copy: nn.Parameter) -> None:
     local(copy.grad).copy_(local(weight.grad))
 
 
-def sum_tied_gradient(weight: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """Sum the gradient of this end's copy with the other end's; both ranks of ``group`` call it."""
+def sum_tied_gradient(weight: nn.Parameter, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Sum the gradient of this end's copy with the other end's; both ranks of ``group`` call it.
+
+    A gradient that rests in host memory travels to ``device`` and back.
+    """
     assert weight.grad is not None
-    dist.all_reduce(local(weight.grad), group=group)
+    grad = local(weight.grad)
+    here = grad.to(device)
+    dist.all_reduce(here, group=group)
+    if here is not grad:
+        grad.copy_(here)

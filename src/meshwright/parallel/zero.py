@@ -24,16 +24,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from meshwright.parallel.away_shards import ShardHomes
 
 
 class Zero:
-    """A stage module sharded by FSDP2, with the switches of one ZeRO stage."""
+    """A stage module sharded by FSDP2, with the switches of one ZeRO stage.
+
+    Attributes:
+        homes: where the shards rest when that is not the device, else None.
+    """
 
     def __init__(self, root: nn.Module, stage: int) -> None:
         assert isinstance(root, FSDPModule)
         self.root = root
         self.stage = stage
+        self.homes: ShardHomes | None = None
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -70,6 +82,8 @@ class Zero:
 
     def finish(self) -> None:
         """Nothing is left: the last backward reduced everything."""
+        if self.homes is not None:
+            self.homes.rest()
 
     def begin_backward_at(self, block: nn.Module) -> None:
         """Let ``block`` (or the root) be the last that backward gathers for: no gradient flows into those before it.
@@ -79,6 +93,12 @@ class Zero:
         """
         assert isinstance(block, FSDPModule)
         block.set_modules_to_backward_prefetch([self.root])
+
+    def param_groups(self) -> list[Any]:
+        """Return the groups of parameters that are gathered together, in the order of the modules."""
+        modules = self.root.modules()  # pyright: ignore[reportAttributeAccessIssue]
+        states = [m._get_fsdp_state() for m in modules if isinstance(m, FSDPModule)]
+        return [group for state in states for group in _param_groups(state)]
 
     def waiting_gradients(self) -> list[Tensor]:
         """Return the gradients that wait for the last backward: whole (stage 1), or shards.
@@ -107,6 +127,8 @@ class Zero:
         for module in self.root.modules():  # pyright: ignore[reportAttributeAccessIssue]
             if isinstance(module, FSDPModule):
                 module.reshard()
+        if self.homes is not None:
+            self.homes.rest()
 
 
 def shard(
@@ -121,28 +143,32 @@ def shard(
     experts: Sequence[nn.Module] = (),
     expert_mesh: DeviceMesh | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
+    offload: OffloadPolicy | None = None,
 ) -> Zero:
     """Shard ``root`` over ``mesh`` (1-D dp_shard, or 2-D dp_replicate x dp_shard): one unit per block, then the rest.
 
     ``experts`` are modules inside the blocks that are sharded over ``expert_mesh``. ``prepare`` is called with each unit
-    before it is cut: a block, then ``root`` for the rest. ``average`` divides the summed gradients by the number of
-    ranks (a user's own loop that takes the mean per rank).
+    before it is cut: a block, then ``root`` for the rest. ``offload`` says where shards rest. ``average`` divides the
+    summed gradients by the number of ranks (a user's own loop that takes the mean per rank).
 
     Communication: none now; see the module for what a step does.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     reshard = stage == 3
+    away = offload or OffloadPolicy()
     # The weights of the router keep their own, wider dtype on the way into the experts.
     inner = replace(policy, cast_forward_inputs=False)
     for mixture in experts:
-        fully_shard(mixture, mesh=expert_mesh, mp_policy=inner, reshard_after_forward=reshard)
+        fully_shard(
+            mixture, mesh=expert_mesh, mp_policy=inner, reshard_after_forward=reshard, offload_policy=away
+        )
     for block in blocks:
         if prepare is not None:
             prepare(block)
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=away)
     if prepare is not None:
         prepare(root)
-    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=away)
     assert isinstance(root, FSDPModule)
     for module in root.modules():
         if isinstance(module, FSDPModule):

@@ -82,6 +82,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None], device_type:
         weights=task.weights,
         on_action=lambda action: at(action=action),
         compile_backend=PROOF_BACKEND,
+        offload_dir=Path(task.reference.folder) / "offload",
     )
     if not draws_alike(spec):
         model.module.eval()
@@ -93,6 +94,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None], device_type:
         offload=plan.layout.offload,
         folder=Path(task.reference.folder) / "offload",
         rank=rank,
+        on_updated=model.put_away,
     )
     scale = loss_scale_for(plan.layout.precision)
     rename = {t.name: t.tied_to for t in spec.tensors() if t.tied_to is not None and t.name in model.params}
@@ -146,6 +148,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None], device_type:
         weights.append(compare(model.params, "weight", file, rename, model.part))
         order_matches = order_matches and model.executed == _expected_order(plan, view.pp_rank)
     close_optimizer(optimizer)
+    model.close()
     schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
     program = derive(spec, plan.layout, plan.batch, schedule, rank, frozen=plan.frozen)
     return RankProof(

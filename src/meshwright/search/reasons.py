@@ -15,6 +15,7 @@ from meshwright.cost.pieces import Pricer, make_pricer
 from meshwright.cost.predict import OOM_GATE, oom_probability
 from meshwright.layout.batch import Batch, derive_batch
 from meshwright.layout.check import caps_logits, check
+from meshwright.layout.check_offload import offload_built
 from meshwright.layout.layout import Layout
 
 NOTEWORTHY: Final = 0.01
@@ -112,6 +113,8 @@ def change_that_fits(pricer: Pricer, layout: Layout, batch: Batch) -> str:
     for name, changed in _changes(plain, batch):
         if name == "loss=chunked" and caps_logits(pricer.spec):
             continue
+        if changed.offload != plain.offload and offload_built(changed, pricer.spec):
+            continue
         priced = _price(pricer, changed, batch)
         if priced is None or oom_probability(float(priced.peak[0]), capacity) > OOM_GATE:
             continue
@@ -150,6 +153,8 @@ def _changes(layout: Layout, batch: Batch) -> list[tuple[str, Layout]]:
         out.append(("recompute=full", replace(layout, recompute="full")))
     if layout.loss == "eager":
         out.append(("loss=chunked", replace(layout, loss="chunked")))
+    if layout.offload == "none":
+        out += [(f"offload={home}", replace(layout, offload=home)) for home in ("optimizer", "parameters")]
     return out
 
 

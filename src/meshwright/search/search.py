@@ -9,7 +9,10 @@ from typing import Any, Final
 
 from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
 from meshwright.base.records import Prediction
+from meshwright.base.units import format_bytes, format_seconds
 from meshwright.cluster.spec import ClusterSpec
+from meshwright.cost.fast import columns
+from meshwright.cost.offloaded import HOST_BYTES, away_bytes
 from meshwright.cost.pieces import make_pricer
 from meshwright.cost.predict import fits, predict_with
 from meshwright.cost.reason import binding, memory_sentence, time_sentence
@@ -37,6 +40,8 @@ from meshwright.search.nothing import nothing_legal
 from meshwright.search.reasons import Neighbours, change_that_fits, neighbours
 from meshwright.search.space import Space, all_blocks
 
+HOMES: Final = (("optimizer", "parameters"), ("optimizer-nvme", "parameters-nvme"))
+"""Offload that is tried when nothing fits without it: host memory, then files, which free no more of a device."""
 EXACT_MORE: Final = 4
 """Layouts predicted one by one beyond those that are returned."""
 MOST_PLANS: Final = 1000
@@ -97,7 +102,8 @@ def search(
         global_batch: sequences per optimizer step.
         fix: layout text whose keys are pinned.
         objective: "time" (fastest), "memory" (lowest peak), "cost" (cheapest step; needs a price).
-        precision: of every layout; by default bf16, or what the device has instead (on a CPU the faster one).
+        precision: of every layout; by default bf16, or what the device has instead (on a CPU the faster one). With
+            "any" each that the device has is tried, fp8 too, whose plans can be priced and not run.
         top: how many plans.
         model_path: what the plans say the model was read from.
         include_unbuilt: also price what the runtime cannot run so far.
@@ -111,53 +117,80 @@ def search(
     refuse(_check_request(cluster, seq_len, global_batch, objective, top))
     pins = _pins(fix)
     chosen = pins.get("precision") or precision
-    open_ = (str(chosen),) if chosen else precisions(cluster)
-    best = Best(
-        objective=objective,
-        wanted=top + EXACT_MORE,
-        limit=fit_limit(cluster.device.memory.value),
-        pareto=pareto,
+    open_ = (
+        precisions(cluster, any_=True)
+        if chosen == "any"
+        else (str(chosen),)
+        if chosen
+        else precisions(cluster)
     )
-    surveyed: list[Surveyed] = []
     tables: dict[str, Tables] = {}
-    for name in open_:
-        space = Space(
-            num_gpus=cluster.num_gpus,
-            gpus_per_node=cluster.gpus_per_node,
-            global_batch=global_batch,
-            seq_len=seq_len,
-            precision=name,
-            pins=pins,
-            include_unbuilt=include_unbuilt,
+    counts = [0, 0, 0, 0]
+
+    def one(homes: tuple[str, ...]) -> tuple[_Context, list[Surveyed]]:
+        """Price every legal layout whose state rests in one of ``homes`` (empty: as pinned)."""
+        best = Best(
+            objective=objective,
+            wanted=top + EXACT_MORE,
+            limit=fit_limit(cluster.device.memory.value),
+            pareto=pareto,
         )
-        blocks = list(all_blocks(spec, space))
-        if blocks:
-            tables[name] = make_tables(make_pricer(spec, cluster, seq_len, name))
-            surveyed += [survey(tables[name], b) for b in blocks]
-        elif name == open_[-1] and not surveyed:
-            raise MeshwrightError(nothing_legal(spec, cluster, space, fix))
-    legal = sum(int(s.blocks.count.sum()) for s in surveyed)
-    run(surveyed, best)
-    context = _Context(spec, cluster, tables, best, seq_len, global_batch, model_path, include_unbuilt)
+        surveyed: list[Surveyed] = []
+        for name in open_:
+            for home in homes or ("",):
+                wanted = pins | {"offload": home} if home else pins
+                space = Space(
+                    num_gpus=cluster.num_gpus,
+                    gpus_per_node=cluster.gpus_per_node,
+                    global_batch=global_batch,
+                    seq_len=seq_len,
+                    precision=name,
+                    pins=wanted,
+                    include_unbuilt=include_unbuilt,
+                )
+                blocks = list(all_blocks(spec, space))
+                if blocks:
+                    if name not in tables:
+                        tables[name] = make_tables(make_pricer(spec, cluster, seq_len, name))
+                    surveyed += [survey(tables[name], b) for b in blocks]
+                elif name == open_[-1] and not surveyed and not homes:
+                    raise MeshwrightError(nothing_legal(spec, cluster, space, fix))
+        run(surveyed, best)
+        legal = sum(int(s.blocks.count.sum()) for s in surveyed)
+        for i, n in enumerate((legal, best.searched, best.fitting, best.played)):
+            counts[i] += n
+        context = _Context(
+            spec, cluster, tables, best, seq_len, global_batch, model_path, include_unbuilt, pins
+        )
+        return context, surveyed
+
+    context, surveyed = one(())
     plans = context.best(top)
     misses: list[Plan] = []
+    for homes in HOMES if not plans and "offload" not in pins else ():
+        away, _ = one(homes)
+        plans = [replace(p, why=(away.price_of_offload(p), *p.why)) for p in away.best(top)]
+        if plans:
+            context = away
+            break
     if not plans:
-        nearest_misses(surveyed, best)
+        nearest_misses(surveyed, context.found)
         misses = context.misses(top)
     front = (
-        [context.plan(c, p, beside=False) for c, p in context.predicted(best.front) if fits(p)]
+        [context.plan(c, p, beside=False) for c, p in context.predicted(context.found.front) if fits(p)]
         if pareto
         else []
     )
+    legal, searched, fitting, played = counts
     return SearchResult(
         plans=tuple(plans),
         misses=tuple(misses),
-        searched=best.searched,
-        bounded=legal - best.searched,
+        searched=searched,
+        bounded=legal - searched,
         legal=legal,
-        fits=best.fitting,
+        fits=fitting,
         seconds=time.perf_counter() - started,
-        played=best.played,
+        played=played,
         front=tuple(front),
     )
 
@@ -167,13 +200,15 @@ def default_precision(cluster: ClusterSpec) -> str:
     return precisions(cluster)[0]
 
 
-def precisions(cluster: ClusterSpec) -> tuple[str, ...]:
-    """Return the precisions that are tried when none is asked for.
+def precisions(cluster: ClusterSpec, *, any_: bool = False) -> tuple[str, ...]:
+    """Return the precisions that are tried when none is asked for, or with ``any_`` each that the device has.
 
     On a GPU that is one: bf16, or fp16 where there is no bf16, whose rates are above fp32's. On a CPU a 16-bit
     matmul can be slower than a 32-bit one, so both are priced.
     """
     known = cluster.device.matmul_flops
+    if any_:
+        return tuple(p for p in ("fp8", "bf16", "fp16", "fp32") if p in known) or ("bf16",)
     found = tuple(p for p in ("bf16", "fp16", "fp32") if p in known) or ("bf16",)
     return tuple(p for p in found if p != "fp16") or found if cluster.device.is_cpu else found[:1]
 
@@ -229,6 +264,7 @@ class _Context:
     global_batch: int
     model_path: str
     include_unbuilt: bool
+    pins: dict[str, Any]
     schedules: dict[tuple[str, int, int, int], Schedule] = field(
         default_factory=dict[tuple[str, int, int, int], Schedule]
     )
@@ -239,7 +275,8 @@ class _Context:
         for c in some:
             layout, batch = self.layout(c)
             problems = check(self.spec, layout, batch, self.cluster, for_run=not self.include_unbuilt)
-            if not any(p.severity == "error" for p in problems):
+            # fp8 is only among them where it was asked for; it is priced, and what runs refuses it
+            if not any(p.severity == "error" and p.code != "E291" for p in problems):
                 pricer = self.tables[layout.precision].pricer
                 yield c, predict_with(pricer, layout, batch, self.schedule(layout, batch))
 
@@ -264,7 +301,7 @@ class _Context:
         """Return the best plans that fit, each predicted by itself."""
         exact: list[tuple[tuple[float, float], int, Candidate, Prediction]] = []
         for number, (c, p) in enumerate(self.predicted(self.found.found)):
-            if fits(p):
+            if fits(p) and self.has_host(*self.layout(c)):
                 step, peak = p.step_time_s, float(p.peak_memory_bytes)
                 exact.append(((peak, step) if self.found.by_memory else (step, peak), number, c, p))
             # a long step takes seconds to predict, and its played order differs by what is rounded away
@@ -276,6 +313,36 @@ class _Context:
             self.plan(c, p, beside=i < WITH_NEIGHBOURS, first=i == 0)
             for i, (*_, c, p) in enumerate(exact[:top])
         ]
+
+    def away(self, layout: Layout, batch: Batch) -> tuple[float, float]:
+        """Return the bytes that a rank keeps in host memory and in files."""
+        load = columns(self.tables[layout.precision].pricer, [layout], [batch]).load
+        host, files = away_bytes(load, files=layout.offload.endswith("-nvme"))
+        return float(host.max()) * layout.chunks, float(files.max()) * layout.chunks
+
+    def has_host(self, layout: Layout, batch: Batch) -> bool:
+        """Return whether host memory as it is assumed holds what is away, which a user who names offload knows."""
+        if layout.offload == "none" or "offload" in self.pins:
+            return True
+        return self.away(layout, batch)[0] <= HOST_BYTES
+
+    def price_of_offload(self, plan: Plan) -> str:
+        """Return what a plan's offload costs, and what it asks of the host."""
+        assert plan.prediction is not None
+        layout, seconds = plan.layout, plan.prediction.time.offload
+        host, files = self.away(layout, plan.batch)
+        node = min(self.cluster.gpus_per_node, self.cluster.num_gpus)
+        kept = f"{format_bytes(host)} in host memory ({format_bytes(node * host)} on a node)"
+        if files:
+            kept = (
+                f"{format_bytes(files)} in files ({format_bytes(node * files)} on a node)"
+                f"{f' and {kept}' if host else ''}"
+            )
+        return (
+            f"Nothing fits without offload. offload={layout.offload} keeps of each rank {kept}; what the node has is "
+            f"not known, {format_bytes(HOST_BYTES)} of host memory per device are assumed. It costs "
+            f"{format_seconds(seconds)} a step, {100.0 * seconds / plan.prediction.step_time_s:.0f} % of it."
+        )
 
     def misses(self, top: int) -> list[Plan]:
         """Return the layouts nearest to fitting, each with the cheapest change that would make it fit."""

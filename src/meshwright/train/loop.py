@@ -89,7 +89,13 @@ class _Session:
         self.random = StepRandom(run.run.seed, plan.layout.dp, view.dp_rank, (view.coords.get("cp", 0),))
         facts.at(coordinates=" ".join(f"{a}={c}" for a, c in view.coords.items()), step=0, action="build")
         self.model = apply_plan(
-            plan, spec, view, seed=run.run.seed, weights=task.weights, on_action=self._on_action
+            plan,
+            spec,
+            view,
+            seed=run.run.seed,
+            weights=task.weights,
+            on_action=self._on_action,
+            offload_dir=task.offload_dir,
         )
         self.random.attach(self.model)
         self.placement = check_placement(spec, view, self.model.params, self.model.stage_of)
@@ -101,6 +107,7 @@ class _Session:
             offload=plan.layout.offload,
             folder=task.offload_dir,
             rank=facts.rank,
+            on_updated=self.model.put_away,
         )
         self.rate = Rate(
             name=run.schedule.name,
@@ -138,6 +145,7 @@ class _Session:
 
     def _resume(self) -> int:
         done, extra = self.keeper.resume()
+        self.model.put_away()
         if extra["schedule"] != asdict(self.rate):
             self.log.event("schedule changed", step=done, saved=extra["schedule"], now=asdict(self.rate))
         return done
@@ -160,9 +168,11 @@ class _Session:
                 "time limit" if stopped == TIME else "stopped", step=step, why=stopped, minutes=minutes
             )
             self.facts.at(action="checkpoint")
+            self.model.verify_away()
             self.keeper.save(step, self.eval_loss if self._evaluated == step else None, wait=True)
             self._tell_saves()
         close_optimizer(self.optimizer)
+        self.model.close()
         self.log.event("end", step=step, loss=self.final_loss)
         self.log.close()
         return RankSummary(
@@ -296,6 +306,7 @@ class _Session:
 
     def _save(self, step: int, *, wait: bool) -> None:
         self.facts.at(action="checkpoint")
+        self.model.verify_away()
         self.keeper.save(step, self.eval_loss if self._evaluated == step else None, wait=wait)
         self._tell_saves()
 
@@ -433,11 +444,13 @@ def check_replicas(model: ParallelModel) -> None:
     for axis in ("dp_replicate", EXPERT_REPLICATE):
         params = {n: p for n, p in model.params.items() if (n in spread) == (axis == EXPERT_REPLICATE)}
         if axis in model.view.groups and params:
-            _refuse_unequal(params, model.view.groups[axis], axis)
+            _refuse_unequal(params, model.view.groups[axis], axis, model.view.device)
 
 
-def _refuse_unequal(params: Mapping[str, Tensor], group: dist.ProcessGroup, axis: str) -> None:
-    sums = torch.stack([local(p.detach()).double().sum() for p in params.values()])
+def _refuse_unequal(
+    params: Mapping[str, Tensor], group: dist.ProcessGroup, axis: str, device: torch.device
+) -> None:
+    sums = torch.stack([local(p.detach()).double().sum() for p in params.values()]).to(device)
     high, low = sums.clone(), sums.clone()
     dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
     dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,9 +21,14 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.base.records import MemoryBytes
 from meshwright.parallel.apply import ParallelModel
+from meshwright.parallel.away import Away
+from meshwright.parallel.offload import parameters_away
 from meshwright.parallel.replicate import Replicate
 from meshwright.parallel.tied import local
 from meshwright.train.offload import ENTRIES, OffloadedAdamW
+
+AWAY: Final = "offloaded"
+"""The category of what rests away from the device: it is known, and counted in no total."""
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
@@ -36,30 +41,39 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
 
 
 def gradients(model: ParallelModel) -> list[Tensor]:
-    """Return the gradients that this rank holds now: buffers, shards, and whole ones that still accumulate."""
+    """Return the gradients on this rank's device now: buffers, shards, and whole ones that still accumulate."""
     found: list[Tensor] = []
     for engine in model.engines.values():
-        if isinstance(engine, Replicate):
+        if isinstance(engine, Away):
+            found += [unit.buffer for unit in engine.away]
+        elif isinstance(engine, Replicate):
             found += engine.flat_gradients()
         else:
             grads = [p.grad for p in engine.root.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
-            found += [g for g in grads if g is not None] + engine.waiting_gradients()
+            grads = [g for g in grads if g is not None] + engine.waiting_gradients()
+            homes = storages(engine.homes.homes()) if engine.homes is not None else {}
+            found += [g for g in grads if local(g).untyped_storage()._cdata not in homes]
     return found
 
 
 def state_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
     """Return the tensors that rest between steps: parameters (with buffers), gradients, optimizer state.
 
-    State that rests away from the device (host memory, files) is "offloaded".
+    State that rests away from the device (host memory, files) is "offloaded". Where parameters do, "parameters" are
+    the places in which they visit, which have no memory between their uses.
     """
     state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
     away: list[Tensor] = []
     if isinstance(optimizer, OffloadedAdamW):
         away = optimizer.homes
         state = [t for s in optimizer.state.values() for k, t in s.items() if k not in ENTRIES]
+    values: list[Tensor] = list(model.params.values())
+    if parameters_away(model.plan.layout):
+        away, state = [*model.away(), *away, *state], []
+        values = [t for e in model.engines.values() if isinstance(e, Away) for t in e.visits()]
     return {
-        "offloaded": away,
-        "parameters": [*model.params.values(), *model.module.buffers()],
+        AWAY: away,
+        "parameters": [*values, *model.module.buffers()],
         "gradients": gradients(model),
         "optimizer": state,
     }
@@ -100,12 +114,12 @@ class LiveBytes(TorchDispatchMode):
         if key in self._known:
             old, old_size = self._known[key]
             self.current[old] -= old_size
-            self._total -= old_size
+            self._total -= old_size if old != AWAY else 0
         else:
             self._finalizers.append(weakref.finalize(storage, self._gone, key))
         self._known[key] = (category, size)
         self.current[category] = self.current.get(category, 0) + size
-        self._total += size
+        self._total += size if category != AWAY else 0
         if self._total >= self.peak_total:  # at equal bytes the later names are the better ones
             self.peak_total = self._total
             self.peak = dict(self.current)
@@ -113,7 +127,7 @@ class LiveBytes(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         category, size = self._known.pop(key)
         self.current[category] -= size
-        self._total -= size
+        self._total -= size if category != AWAY else 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func`` and count the storages of what it returns."""
@@ -200,8 +214,7 @@ def watch_step(
     """Count the live bytes of a step that starts now with what rests on this rank and its ``batch``."""
     counter = LiveBytes()
     for category, tensors in state_tensors(model, optimizer).items():
-        if category != "offloaded":
-            counter.add(tensors, category)
+        counter.add(tensors, category)
     counter.add(batch, "batch")
     if model.pipeline is not None:
         counter.add(model.pipeline.buffers(), "working")

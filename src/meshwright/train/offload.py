@@ -7,7 +7,7 @@ are those of an optimizer whose state never left. Between updates the device hol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +28,9 @@ ENTRIES: Final = ("exp_avg", "exp_avg_sq")
 class OffloadedAdamW(torch.optim.AdamW):
     """AdamW over ``params`` (by logical name) with its moments in ``store``; ``state`` holds the tensors at home.
 
+    ``on_updated`` is called with the names of each piece's parameters when they are updated. ``at_home``: parameters
+    rest away too, so the update runs where they are, with two buffers that are kept.
+
     Attributes:
         moved_bytes: bytes that the last update read from home and wrote back, together.
     """
@@ -37,16 +40,22 @@ class OffloadedAdamW(torch.optim.AdamW):
         groups: Sequence[dict[str, Any]],
         params: Mapping[str, nn.Parameter],
         store: Store,
+        *,
+        on_updated: Callable[[Sequence[str]], None] | None = None,
+        at_home: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(list(groups), **options)
         self.store = store
+        self._on_updated = on_updated
         self.moved_bytes = 0
         self._params = dict(params)
         self._pieces = cut_pieces([(n, local(p.detach()).numel()) for n, p in params.items()], len(ENTRIES))
         first = next(iter(params.values()))
         self._device, self._dtype = local(first.detach()).device, first.dtype
         self._homes = [store.make(piece.index, piece.numel, self._dtype) for piece in self._pieces]
+        largest = max((piece.numel for piece in self._pieces), default=0)
+        self._buffers = [torch.empty(largest, dtype=self._dtype) for _ in range(2)] if at_home else None
         self._sums: dict[tuple[str, str], int] = {}
         self._thread: ThreadPoolExecutor | None = None
         fused = bool(self.param_groups[0].get("fused"))
@@ -71,8 +80,8 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     @property
     def homes(self) -> list[Tensor]:
-        """The flat tensors in which the moments rest, away from the device."""
-        return self._homes
+        """The flat tensors in which the moments rest, away from the device, with what an update at home needs."""
+        return [*self._homes, *(self._buffers or ())]
 
     def step(self, closure: Any = None) -> Any:
         """Update every parameter that has a gradient; see the module.
@@ -83,8 +92,10 @@ class OffloadedAdamW(torch.optim.AdamW):
         assert closure is None
         thread = self._thread = self._thread or ThreadPoolExecutor(1, "offload")
         groups = [group["params"] for group in self.param_groups]
-        largest = max((piece.numel for piece in self._pieces), default=0)
-        buffers = [torch.empty(largest, dtype=self._dtype, device=self._device) for _ in range(2)]
+        buffers = self._buffers
+        if buffers is None:
+            largest = max((piece.numel for piece in self._pieces), default=0)
+            buffers = [torch.empty(largest, dtype=self._dtype, device=self._device) for _ in range(2)]
         self.moved_bytes = 0
         written: list[Future[None]] = []
         try:
@@ -95,6 +106,8 @@ class OffloadedAdamW(torch.optim.AdamW):
                 if k + 1 < len(self._pieces):
                     coming = thread.submit(self._read, self._pieces[k + 1], buffers[(k + 1) % 2])
                 self._update(piece, buffers[k % 2], groups)
+                if self._on_updated is not None:
+                    self._on_updated([slot.name for slot in piece.slots])
                 written.append(thread.submit(self._write, piece, buffers[k % 2]))
             for future in written:
                 future.result()
@@ -174,7 +187,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             self._thread.shutdown()
             self._thread = None
         self.state.clear()
-        self._homes = []
+        self._homes, self._buffers = [], None
         self.store.close()
 
 
@@ -186,8 +199,12 @@ def make_optimizer(
     offload: str,
     folder: Path | None,
     rank: int,
+    on_updated: Callable[[Sequence[str]], None] | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of ``build_optimizer``, its state where ``offload`` says; files go to ``folder``.
+
+    With parameters in host memory the state is there too, as it lies beside them. ``on_updated`` is called with the
+    names of parameters that rest in files, when they are updated.
 
     Raises:
         MeshwrightError: E276 for an optimizer whose state cannot be offloaded, E278 for a folder without room.
@@ -199,6 +216,8 @@ def make_optimizer(
         raise MeshwrightError(
             problem("E276", where="optimizer.name", found=f"{settings.name}, offload={offload}")
         )
+    if offload == "parameters":
+        return optimizer
     device = local(next(iter(params.values())).detach()).device
     if offload == "optimizer":
         store: Store = HostStore(pinned=device.type == "cuda")
@@ -207,7 +226,9 @@ def make_optimizer(
         store = FileStore(folder, rank)
     groups = [{k: g[k] for k in ("params", "weight_decay")} for g in optimizer.param_groups]
     held = optimizer.param_groups[0]
-    options = {k: held[k] for k in ("lr", "betas", "eps", "fused")}
+    options: dict[str, Any] = {k: held[k] for k in ("lr", "betas", "eps", "fused")}
+    if offload == "parameters-nvme":
+        options |= {"at_home": True, "on_updated": on_updated}
     return OffloadedAdamW(groups, params, store, **options)
 
 

@@ -10,6 +10,7 @@ from typing import Final
 
 from meshwright.base.codes import (
     adapter,
+    away,
     backtest,
     checkpoint,
     cluster,
@@ -34,6 +35,7 @@ TABLES: Final[tuple[tuple[CodeInfo, ...], ...]] = (
     model.CODES,
     layout.CODES,
     adapter.CODES,
+    away.CODES,
     schedule.CODES,
     layout_text.CODES,
     plan_file.CODES,

@@ -84,7 +84,7 @@ shape. A saved adapter has every factor whole, whatever layout trained it.""",
         title="This optimizer's state cannot be offloaded",
         kind="code",
         why="offload moves AdamW's two moments piece by piece; other state is not built",
-        needs="optimizer.name = adamw with offload=optimizer or offload=optimizer-nvme",
+        needs="optimizer.name = adamw with any offload",
         do="optimizer.name = adamw, or offload=none",
         page="""SGD keeps at most one buffer per parameter; with zero >= 1 it is sharded like the rest.""",
     ),
@@ -96,17 +96,19 @@ shape. A saved adapter has every factor whole, whatever layout trained it.""",
         needs="bytes as they were written",
         do="check the disk, and resume from the last checkpoint",
         page="""Every tensor's moments have a checksum, taken when they are written to their file and held against the
-bytes when they are read for the next update and before a checkpoint takes them.""",
+bytes when they are read for the next update and before a checkpoint takes them. So has every parameter that rests in a
+file (offload=parameters-nvme), each time that it comes to the device.""",
     ),
     CodeInfo(
         code="E278",
         title="The folder for offloaded state cannot be used",
         kind="world",
         why="the space of every file is reserved before the first step, so that a full disk is found then",
-        needs="a folder that can be written, with room for 8 bytes per parameter of the ranks that use it",
+        needs="a folder that can be written, with room for 8 (with parameters 12) bytes per parameter of each rank",
         do="name a folder that can be written with run.offload_dir, or free some space",
-        page="""offload=optimizer-nvme keeps the optimizer's state in files, by default in the run folder's "offload". A
-local NVMe disk is the right place; a network disk makes every step wait for it. The files are removed at the end.""",
+        page="""offload=optimizer-nvme keeps the optimizer's state in files, parameters-nvme the parameters too, by
+default in the run folder's "offload". A local NVMe disk is the right place; a network disk makes every step wait for it.
+The files are removed at the end.""",
     ),
     CodeInfo(
         code="E279",

@@ -252,7 +252,7 @@ and pp with every schedule. The other axes have their rank arithmetic and rules,
         why="Meshwright can plan it but not run it so far",
         needs="a value that is built",
         do="leave the key out",
-        page="""What runs now: loss=eager or chunked, any recompute, offload=none, optimizer or optimizer-nvme,
+        page="""What runs now: loss=eager or chunked, any recompute, any offload,
 compile=off or blocks, every schedule, and precision fp32, bf16, fp16 and fp64.""",
     ),
     CodeInfo(
