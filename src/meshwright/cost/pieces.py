@@ -399,6 +399,8 @@ class Pricer:
         kept = {"none": whole, "full": entry}.get(key.recompute, entry + extra)
         # what a recomputed forward makes beside what was kept
         again = {"none": 0.0, "full": whole - entry}.get(key.recompute, whole - entry - also_saved)
+        # gradients of the feed-forward's width, when the saved input of its last product is gone already
+        wide_ones = 2.0 if block.moe is None else 3.0
         widest = max(block.ffn_size, block.moe.ffn_size * block.moe.experts_per_token if block.moe else 0)
         return Work(
             forward=forward,
@@ -413,7 +415,7 @@ class Pricer:
             split=split,
             weight=weight,
             edge=(4.0 if spec.norm == "rmsnorm" else 2.0) * entry,
-            transient=tokens * c * (3.0 * widest / key.tp + 2.0 * spec.hidden_size)
+            transient=tokens * c * (wide_ones * widest / key.tp + 2.0 * spec.hidden_size)
             + self._copies(block, tokens, key),
             flops=flops,
         )
