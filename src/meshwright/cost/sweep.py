@@ -112,27 +112,40 @@ def sweep(tables: Tables, rows: Rows, slot: Slot) -> Swept:
 
 def _peak(pricer: Pricer, rows: Rows, slot: Slot, load: StageLoad, m: Floats, outside: Floats) -> Floats:
     """Return [rows] bytes of the fullest rank; rows whose schedule splits backwards at each moment that may be it."""
-    in_flight, held = chunks_held(rows, slot, m)
-    if slot.chunks == 1:
-        ranks = replace(load, in_flight=in_flight, losses=in_flight)
-        peak = peak_memory(ranks, outside)["peak"].max(axis=1)
-    else:
-        ranks = over_owned(load, slot.owns, *_whole(held))
-        ranks = replace(ranks, boundary=ranks.boundary + _sent_in_flight(pricer, rows, slot, m))
-        peak = peak_memory(ranks, outside)["peak"].max(axis=1)
-    some = np.flatnonzero(rows.flag("schedule", *SPLIT)) if slot.pp > 1 else np.zeros(0, dtype=np.intp)
-    if not len(some):
-        return peak
-    part = rows.take(some)
-    one = replace(load, **{f.name: getattr(load, f.name)[some] for f in fields(StageLoad)})
-    sent = _sent_in_flight(pricer, part, slot, m[some]) if slot.chunks > 1 else 0.0
-    found: list[Floats] = []
-    for x in split_moments(part, slot, m[some]):
-        ranks = over_owned(one, slot.owns, x.held, x.waiting, x.half, np.ones(len(some)))
-        ranks = replace(ranks, boundary=ranks.boundary + sent)
-        found.append(peak_memory(ranks, outside[some])["peak"].max(axis=1))
-    peak[some] = np.max(np.stack(found), axis=0)
+    peak = np.zeros(len(rows))
+    split = rows.flag("schedule", *SPLIT) if slot.pp > 1 else np.zeros(len(rows), dtype=np.bool_)
+    for names in (("zb-h1", "zbv"), ("dualpipev",), None):
+        some = np.flatnonzero(~split if names is None else split & rows.flag("schedule", *names))
+        if not len(some):
+            continue
+        all_rows = len(some) == len(rows)
+        part, one = rows, load
+        if not all_rows:
+            part = rows.take(some)
+            one = replace(load, **{f.name: getattr(load, f.name)[some] for f in fields(StageLoad)})
+        found = _peaks(pricer, part, slot, one, m[some], outside[some], split=names is not None)
+        peak[some] = found
     return peak
+
+
+def _peaks(
+    pricer: Pricer, rows: Rows, slot: Slot, load: StageLoad, m: Floats, outside: Floats, *, split: bool
+) -> Floats:
+    """Return [rows] bytes of the fullest rank of rows whose schedules all split backwards, or none of them."""
+    sent = _sent_in_flight(pricer, rows, slot, m) if slot.chunks > 1 else 0.0
+    if not split:
+        in_flight, held = chunks_held(rows, slot, m)
+        ranks = replace(load, in_flight=in_flight, losses=in_flight)
+        if slot.chunks > 1:
+            ranks = over_owned(load, slot.owns, *_whole(held))
+            ranks = replace(ranks, boundary=ranks.boundary + sent)
+        return peak_memory(ranks, outside)["peak"].max(axis=1)
+    found: list[Floats] = []
+    for x in split_moments(rows, slot, m):
+        ranks = over_owned(load, slot.owns, x.held, x.waiting, x.half, np.ones(len(rows)))
+        ranks = replace(ranks, boundary=ranks.boundary + sent)
+        found.append(peak_memory(ranks, outside)["peak"].max(axis=1))
+    return np.max(np.stack(found), axis=0)
 
 
 def _whole(held: Floats) -> tuple[Floats, Floats, Floats, Floats]:
