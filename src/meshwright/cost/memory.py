@@ -218,7 +218,11 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     end = {
         "parameters": rest
         + np.where(three, x.compute * x.root, 0.0)
-        + np.where(sharded & ~three, x.compute * x.root, 0.0),
+        + np.where(
+            sharded & ~three,
+            np.where((x.halves > 0) & accumulates & (x.zero == 2), kept, x.compute * x.root),
+            0.0,
+        ),
         "gradients": last,
         "optimizer": optimizer,
         "activations": acts - x.activations - x.half * x.captured,
