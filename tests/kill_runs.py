@@ -85,15 +85,20 @@ CLUSTER = {
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill: where, whose, and at which step for the moments of a step."""
+    """One kill: where, whose, and at which step for the moments of a step; once only, where a ``flag`` file is named."""
 
     moment: str
     rank: int
     whole_job: bool
     step: int
+    flag: str = ""
 
     def now(self) -> None:
         """End this rank, or the whole job that it belongs to, as the system's out-of-memory killer does."""
+        if self.flag:
+            if os.path.exists(self.flag):
+                return
+            Path(self.flag).touch()
         if self.whole_job:
             os.killpg(os.getpgid(0), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -68,7 +68,14 @@ def task(folder: Path, layout: str, name: str, *, steps: int = 8, **changes: Any
             deterministic=False,
         ),
         guards=SimpleNamespace(
-            nonfinite="skip", spike=None, on_spike="report", replicas_every=0, straggler=None, heartbeat_s=0.0
+            nonfinite="skip",
+            spike=None,
+            on_spike="report",
+            replicas_every=0,
+            straggler=None,
+            slow_link=None,
+            silence_s=0.0,
+            heartbeat_s=0.0,
         ),
         optimizer=ADAMW,
         schedule=SimpleNamespace(name="linear", warmup_steps=3, min_lr_ratio=0.0),

@@ -97,6 +97,7 @@ class RunSettings:
     max_minutes: float | None
     grace_s: float
     elastic: bool
+    max_restarts: int
     deterministic: bool
 
 
@@ -109,6 +110,8 @@ class GuardSettings:
     on_spike: str
     replicas_every: int
     straggler: float | None
+    slow_link: float | None
+    silence_s: float
     heartbeat_s: float
 
 
@@ -278,6 +281,7 @@ def resolve(
             max_minutes=w.run.max_minutes,
             grace_s=w.run.grace_s,
             elastic=w.run.elastic,
+            max_restarts=w.run.max_restarts,
             deterministic=w.run.deterministic,
         ),
         guards=GuardSettings(**w.guards.model_dump()),
@@ -463,6 +467,8 @@ def _without_effect(run: ResolvedRun) -> list[Problem]:
             (f"run.{key}", "run.keep_last = null keeps every checkpoint")
             for key in ("keep_every", "keep_best")
         ]
+    if not run.run.elastic:
+        idle.append(("run.max_restarts", "run.elastic = false starts nothing again by itself"))
     if run.guards.spike is None:
         idle.append(("guards.on_spike", "guards.spike = null looks for none"))
     if run.adapter.kind == "none":

@@ -29,7 +29,6 @@ Name: TypeAlias = Annotated[str, Field(min_length=1)]
 
 
 NOT_HONOURED: Mapping[str, tuple[Any, str]] = {
-    "run.elastic": (False, "start the run again with --resume after a failure; the layout may change"),
     "profile.steps": (0, "remove it: times by phase are in metrics.jsonl of every run"),
 }
 """Keys of which only the default is honoured today, and what works instead."""
@@ -177,7 +176,14 @@ class RunSection(Section):
         default=25.0,
         description="seconds that a run has to save and end after SIGTERM; then its ranks are killed",
     )
-    elastic: bool = Field(default=False, description="go on with fewer ranks after a failure")
+    elastic: bool = Field(
+        default=False,
+        description="after a lost rank go on from the newest checkpoint by itself, with fewer ranks in a smaller layout",
+    )
+    max_restarts: CountOrOff = Field(
+        default=3,
+        description="with elastic: how often the run may start again by itself (under torchrun: --max-restarts)",
+    )
     deterministic: bool = Field(
         default=False, description="only algorithms that repeat bit for bit; run.json names the settings"
     )
@@ -200,6 +206,14 @@ class GuardsSection(Section):
     )
     straggler: Annotated[float, Field(gt=1.0)] | None = Field(
         default=None, description="a rank this many times slower than the median rank is named; null = off"
+    )
+    slow_link: Annotated[float, Field(gt=1.0)] | None = Field(
+        default=None,
+        description="a link between ranks this many times slower than the best of its kind is named; null = off",
+    )
+    silence_s: NotNegative = Field(
+        default=30.0,
+        description="under torchrun: a rank that gave no sign for so many seconds ends the run by name; 0 = wait",
     )
     heartbeat_s: NotNegative = Field(
         default=30.0,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+import psutil
 
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem
 
@@ -111,6 +114,91 @@ def torchrun_facts(environ: Mapping[str, str] | None = None) -> RankFacts | None
         master_addr=env["MASTER_ADDR"],
         master_port=port,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchrunJob:
+    """What torchrun's agent says of the job.
+
+    Attributes:
+        job: the same for every worker group of one job, and for no other: the rendezvous id, else who started this rank.
+        restarts: how often this agent has started its workers again after a failure.
+        max_restarts: how often it may.
+        node: number of this node (0 holds rank 0).
+        shutdown_s: seconds between the agent's SIGTERM and its SIGKILL.
+    """
+
+    job: str
+    restarts: int
+    max_restarts: int
+    node: int
+    shutdown_s: float
+
+
+def torchrun_job(environ: Mapping[str, str] | None = None) -> TorchrunJob | None:
+    """Return what torchrun's agent says of the job; None where no agent started this process."""
+    env = os.environ if environ is None else environ
+    if not env.get("TORCHELASTIC_RESTART_COUNT", "").isdigit() or torchrun_facts(env) is None:
+        return None
+
+    def number(name: str, default: int) -> int:
+        return int(env[name]) if env.get(name, "").isdigit() else default
+
+    name = env.get("TORCHELASTIC_RUN_ID", "none")
+    return TorchrunJob(
+        job=name if name != "none" else _agent(),
+        restarts=number("TORCHELASTIC_RESTART_COUNT", 0),
+        max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0),
+        node=number("GROUP_RANK", 0),
+        shutdown_s=float(number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)),
+    )
+
+
+def _agent() -> str:
+    """Return a name of the process that started this one, which no other process ever has."""
+    parent = psutil.Process(os.getppid())
+    return f"agent {socket.gethostname()}/{parent.pid}/{parent.create_time():.2f}"
+
+
+def local_address(facts: RankFacts) -> str:
+    """Return this machine's address on the way to rank 0's, "127.0.0.1" where there is no way. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((facts.master_addr, facts.master_port or 1))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def choose_interface(facts: RankFacts, job: TorchrunJob | None) -> list[Problem]:
+    """Set ``GLOO_SOCKET_IFNAME`` where gloo by itself would take an address that other nodes cannot reach.
+
+    gloo takes the address of the host's name, which often leads to the machine itself. Returns W575 when the
+    interface towards rank 0 was set instead, E579 where there is none.
+    """
+    if facts.world_size == facts.local_world_size or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return []
+    try:
+        named = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        named = "nothing"
+    own = local_address(facts)
+    first = job is None or job.node == 0
+    if own.startswith("127.") and not first:
+        found = f"MASTER_ADDR is {facts.master_addr}, which leads to this machine itself on node {job.node if job else 0}"
+        return [problem("E579", where=f"rank {facts.rank}", found=found)]
+    if not named.startswith("127.") and named != "nothing":
+        return []
+    at = [name for name, found in psutil.net_if_addrs().items() if any(a.address == own for a in found)]
+    if own.startswith("127.") or not at:
+        there = ", ".join(sorted(name for name in psutil.net_if_addrs() if name != "lo")) or "none"
+        found = f"the host's name leads to {named}, and so does MASTER_ADDR {facts.master_addr}; interfaces: {there}"
+        return [problem("E579", where=f"rank {facts.rank}", found=found)]
+    os.environ["GLOO_SOCKET_IFNAME"] = at[0]
+    found = (
+        f"the host's name leads to {named}; interface {at[0]} ({own}) is on the way to {facts.master_addr}"
+    )
+    return [problem("W575", where="GLOO_SOCKET_IFNAME", found=found)]
 
 
 def visible_devices(environ: Mapping[str, str] | None = None) -> tuple[str, ...] | None:

@@ -32,6 +32,7 @@ from typing import Any
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
 from meshwright.mesh import env
 from meshwright.mesh.env import RankFacts
+from meshwright.mesh.join import run_joined
 from meshwright.mesh.rank_process import (
     RankEnd,
     RankHandle,
@@ -55,6 +56,22 @@ MEETING_S = 60.0
 _POSITION_BYTES = 4096
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 """The signals that a job may hand on to its ranks."""
+
+
+class LostRank(MeshwrightError):
+    """A rank was killed, left or did not come: no fault of the program, so that another start may go well.
+
+    Attributes:
+        rank: the rank that was lost first.
+    """
+
+    def __init__(self, problems: Sequence[Problem], rank: int) -> None:
+        super().__init__(problems, ExitCode.ENVIRONMENT)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by parts."""
+        return (LostRank, (self.problems, self.rank))
 
 
 class _Stopped(Exception):
@@ -123,7 +140,7 @@ def run_local(
     facts = env.torchrun_facts()
     if facts is not None:
         refuse(env.check_world_size(nproc, facts.world_size), ExitCode.ENVIRONMENT)
-        return [_run_here(worker, facts, payload, device, collective_timeout_s)]
+        return [_join(worker, facts, payload, device, collective_timeout_s)]
     if nproc < 1:
         raise MeshwrightError(
             problem("E501", where="nproc", found=f"{nproc} ranks", needs="at least one rank")
@@ -185,45 +202,25 @@ def _devices(device: str, nproc: int, torch: Any, dist: Any) -> tuple[str, tuple
     return backend, tuple(f"cuda:{i}" for i in range(nproc))
 
 
-def _run_here(
+def _join(
     worker: Callable[[RankFacts, Any], Any],
     facts: RankFacts,
     payload: Any,
     device: str,
     collective_timeout_s: float,
 ) -> Any:
-    """Run the worker as the rank that torchrun made of this process."""
-    import datetime
-
     import torch
     import torch.distributed as dist
 
     backend, devices = _devices(device, facts.local_world_size, torch, dist)
-    mine = devices[facts.local_rank]
-    if mine != "cpu":
-        torch.cuda.set_device(mine)
-    else:
-        torch.set_num_threads(env.threads_per_rank())
-    facts = dataclasses.replace(facts, device=mine, backend=backend)
-    try:
-        dist.init_process_group(
-            backend, init_method="env://", timeout=datetime.timedelta(seconds=collective_timeout_s)
-        )
-    except RuntimeError as error:
-        text = str(error)
-        code = "E504" if "EADDRINUSE" in text or "address already in use" in text.lower() else "E508"
-        raise MeshwrightError(
-            problem(
-                code,
-                where=f"rank {facts.rank} of {facts.world_size}, {facts.master_addr}:{facts.master_port}",
-                found=text.splitlines()[0],
-            ),
-            ExitCode.ENVIRONMENT,
-        ) from error
-    result = worker(facts, payload)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return result
+    return run_joined(
+        worker,
+        facts,
+        payload,
+        backend=backend,
+        device=devices[facts.local_rank],
+        collective_timeout_s=collective_timeout_s,
+    )
 
 
 def _run_jobs(
@@ -316,13 +313,17 @@ class _Forward:
         self._grace_s = grace_s
         self._until: float | None = None
         self._owner = os.getpid()
+        self._before: dict[int, Any] = {}
 
     def check(self) -> None:
         """Raise _Stopped when the time to stop is over."""
         if self._until is not None and time.monotonic() >= self._until:
             raise _Stopped
 
-    def _hand_on(self, number: int, _: object) -> None:
+    def _hand_on(self, number: int, frame: object) -> None:
+        caller = self._before.get(number)
+        if callable(caller) and os.getpid() == self._owner:  # whoever runs the job wants to know, too
+            caller(number, frame)
         if number == signal.SIGTERM:
             self._until = min(self._until or float("inf"), time.monotonic() + self._grace_s)
         for handle in list(self._handles):
@@ -345,11 +346,11 @@ class _Forward:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = [(n, signal.signal(n, self._hand_on)) for n in FORWARDED]
+        self._before = {n: signal.signal(n, self._hand_on) for n in FORWARDED}
         try:
             yield
         finally:
-            for number, handler in before:
+            for number, handler in self._before.items():
                 signal.signal(number, handler)
 
 
@@ -514,10 +515,12 @@ def _as_error(
         told[0] = dataclasses.replace(told[0], do=f"{told[0].do} (log of the rank: {log})".strip())
         return MeshwrightError(told, first.error.exit_code)
     if first.cause in ("timeout", "silent"):
-        return MeshwrightError(_hang(reports, jobs, timeout_s, finished, positions), ExitCode.ENVIRONMENT)
+        return LostRank([_hang(reports, jobs, timeout_s, finished, positions)], first.rank)
     code = _CODES.get(first.cause, "E510")
     line = first.message.splitlines()[0][:400]
     told = [problem(code, where=where, found=f"{first.type_name}: {line} (log: {log})")]
+    if code in ("E511", "E514"):
+        return LostRank(told, first.rank)
     return MeshwrightError(told, ExitCode.FAULT if code == "E510" else ExitCode.ENVIRONMENT)
 
 

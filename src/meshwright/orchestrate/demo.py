@@ -18,8 +18,9 @@ from meshwright.cost.estimate import item
 from meshwright.model.describe import block_lines, describe
 from meshwright.model.read_hf import read_model
 from meshwright.orchestrate.machine import machine_probe
+from meshwright.orchestrate.preparing import nothing_fits
 from meshwright.orchestrate.proving import prove_command, write_json
-from meshwright.orchestrate.training import nothing_fits, train_command
+from meshwright.orchestrate.training import train_command
 from meshwright.program.plan_file import save_plan
 from meshwright.report.page import write_report
 from meshwright.report.tables import console, final_screen, plan_table

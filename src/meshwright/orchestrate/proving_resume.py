@@ -206,6 +206,8 @@ class _Setting:
                 on_spike="report",
                 replicas_every=1,
                 straggler=None,
+                slow_link=None,
+                silence_s=0.0,
                 heartbeat_s=0.0,
             ),
         )

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import MeshwrightError, problem
+from meshwright.base.errors import MeshwrightError, Problem, problem
 from meshwright.checkpoint.load import latest_checkpoint
-from meshwright.checkpoint.manifest import steps_in
+from meshwright.checkpoint.manifest import listed, read_manifest, steps_in
 from meshwright.orchestrate.proving import write_json
+from meshwright.train.keep import check_resumed
 from meshwright.train.loop import RankSummary
 from meshwright.train.stop import STOPPED
+from meshwright.train.task import TrainTask
 
 
 def checkpoint_to_resume(folder: Path, show: Callable[[str], None]) -> Path | None:
@@ -29,6 +31,45 @@ def checkpoint_to_resume(folder: Path, show: Callable[[str], None]) -> Path | No
             raise MeshwrightError(problem("E542", where=str(folder), found="it has no complete checkpoint"))
         show("the run was ended before its first checkpoint: it starts at step 1 again")
     return newest
+
+
+def read_step(checkpoint: Path) -> int:
+    """Return the step in the name of a checkpoint's folder, whatever stands before or behind it."""
+    return int(checkpoint.name.removeprefix(".").split("-")[1].partition(".")[0])
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """Return the step that a checkpoint was saved after, 0 for none."""
+    return 0 if checkpoint is None else read_step(checkpoint)
+
+
+def resume_problems(task: TrainTask) -> list[Problem]:
+    """Return why the task's checkpoint is not one of its run: other data or masks (E551), other tensors (E705-E707).
+
+    Only the manifest is read. What it cannot tell, such as damage, is found when the ranks load.
+    """
+    if task.resume_from is None:
+        return []
+    manifest = read_manifest(task.resume_from)
+    found = check_resumed(manifest["extra"], task)
+    stored = {str(r["name"]): list(r["shape"]) for r in manifest["tensors"] if r["entry"] == "parameter"}
+    wanted = {t.name: list(t.shape) for t in task.spec.tensors() if t.tied_to is None}
+    missing = sorted(wanted.keys() - stored.keys())
+    unexpected = sorted(stored.keys() - wanted.keys())
+    shapes = [
+        f"{name} is {stored[name]}, the model's is {shape}"
+        for name, shape in wanted.items()
+        if name in stored and stored[name] != shape
+    ]
+    for code, what, names in (
+        ("E705", "tensors of the run are not in the checkpoint", missing),
+        ("E706", "tensors of the checkpoint are not in the run", unexpected),
+        ("E707", "tensors have another shape", shapes),
+    ):
+        if names:
+            listing = f"{len(names)} {what}: {listed(names)}"
+            found.append(problem(code, where=str(task.resume_from), found=listing))
+    return found
 
 
 def note_end(folder: Path, first: RankSummary, stop_at: int) -> dict[str, Any] | None:
@@ -49,3 +90,34 @@ def note_end(folder: Path, first: RankSummary, stop_at: int) -> dict[str, Any] |
     }
     write_json(marker, said)
     return said
+
+
+def nothing_left(checkpoint: Path, stop_at: int) -> list[Problem]:
+    """Return E559 when the checkpoint is at, or after, the last step of this session."""
+    step = step_of(checkpoint)
+    if step < stop_at:
+        return []
+    return [
+        problem(
+            "E559",
+            where="--resume",
+            found=f"{checkpoint.name} is at step {step}, and this session ends after step {stop_at}",
+            needs=f"a last step above {step}",
+            do=f"--set run.steps=N with N above {step}, and --steps likewise where it is given",
+        )
+    ]
+
+
+def beyond_horizon(steps: int | None, horizon: int) -> list[Problem]:
+    """Return W101 for --steps behind run.steps."""
+    if steps is None or steps <= horizon:
+        return []
+    return [
+        problem(
+            "W101",
+            where="--steps",
+            found=f"--steps {steps} has no effect: the run ends after run.steps = {horizon}",
+            why="run.steps is the horizon of the learning-rate schedule, and no run goes beyond it",
+            do=f"--set run.steps={steps}",
+        )
+    ]

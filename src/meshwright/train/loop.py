@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from statistics import median
 from typing import Any, TypeAlias
@@ -13,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.base.errors import ExitCode, MeshwrightError, problem
+from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem
 from meshwright.base.records import MemoryBytes
 from meshwright.checkpoint.pieces import in_pieces
 from meshwright.checkpoint.state import Place
 from meshwright.layout.ranks import EXPERT_REPLICATE
+from meshwright.mesh.beats import watched
 from meshwright.mesh.device_mesh import build_mesh
-from meshwright.mesh.env import RankFacts
+from meshwright.mesh.env import RankFacts, local_address, torchrun_job
 from meshwright.parallel.apply import ParallelModel, apply_plan, needs_tied_group
 from meshwright.parallel.placement import check_placement
 from meshwright.parallel.tied import local
@@ -36,8 +38,9 @@ from meshwright.train.guards import (
     spike_problem,
 )
 from meshwright.train.keep import RESUMED, Keeper, check_resumed
+from meshwright.train.links import Links
 from meshwright.train.memory import begin_peak, resting_bytes, watch_step, with_allocator
-from meshwright.train.metrics import RunLog
+from meshwright.train.metrics import RunLog, write_event
 from meshwright.train.offload import close_optimizer, make_optimizer
 from meshwright.train.optim import Rate
 from meshwright.train.randomness import StepRandom
@@ -68,7 +71,20 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
             replicas that differ, E572 a loss spike, and those of checkpoints.
     """
     watch = Watch(facts.rank, task.run.run.max_minutes, time.monotonic())
-    with watch.signals(), deterministic(task.run.run.deterministic):
+    joined = torchrun_job() is not None and facts.world_size > 1
+
+    def silent(found: Problem) -> None:
+        write_event(
+            task.run_dir, "silent", code=found.code, rank=facts.rank, where=found.where, found=found.found
+        )
+
+    with ExitStack() as stack:
+        stack.enter_context(watch.signals())
+        stack.enter_context(deterministic(task.run.run.deterministic))
+        if joined:
+            _same_start(facts, task)
+        if joined and task.run.guards.silence_s:
+            stack.enter_context(watched(facts, task.run.guards.silence_s, silent))
         mine = _Session(facts, task, watch).run()
         everyone: list[Any] = [mine]
         if task.plan.world_size > 1:
@@ -130,6 +146,8 @@ class _Session:
         )
         self.spikes = Spikes(run.guards.spike)
         self.stragglers = Stragglers(run.guards.straggler)
+        job = torchrun_job()
+        self.links = Links(run.guards.slow_link, job.node if job is not None else 0, local_address(facts))
         self.heart = Heartbeat(task.run_dir, facts.rank, run.guards.heartbeat_s)
         rest = resting_bytes(self.model, self.optimizer)
         self.memory = MemoryBytes(**{name: size for name, size in rest.items() if name != "offloaded"})
@@ -223,6 +241,8 @@ class _Session:
                 self.phases.setdefault(name, []).append(seconds)
         self.final_loss = result.loss
         record = _record(step, result, self.model, self.optimizer, elapsed, data_s, self.memory)
+        if self.task.restarts:
+            record["restarts"] = self.task.restarts
         self._after(step, record)
         return ""
 
@@ -284,6 +304,10 @@ class _Session:
         self.stragglers.note(data_s + result.phases_s.get("forward_backward", 0.0))
         for rank, times in self.stragglers.check(self.model):
             self.log.event("straggler", step=step, rank=rank, times_slower=times, code="W545")
+        for link in self.links.check(self.model.view):
+            self.log.event("slow link", step=step, **asdict(link), times_slower=link.times, code="W576")
+            if self.facts.rank == 0:
+                print(link.text(), flush=True)
 
     def _after(self, step: int, record: dict[str, Any]) -> None:
         """Evaluate, write the step down, save."""
@@ -315,6 +339,35 @@ class _Session:
             self.log.event("checkpoint", step=saved, stall_s=self.keeper.stall_s)
             if removed:
                 self.log.event("checkpoints removed", steps=removed)
+
+
+def _same_start(facts: RankFacts, task: TrainTask) -> None:
+    """Refuse ranks that read another plan, checkpoint or corpus than rank 0 did.
+
+    Communication: one all_gather of four values on ``world``.
+
+    Raises:
+        MeshwrightError: E578, on all ranks alike.
+    """
+    begin = task.resume_from.name if task.resume_from is not None else "step 1"
+    mine = {
+        "plan": task.plan.hash,
+        "begins at": begin,
+        "ends after step": task.stop_at,
+        "data": task.data.hash,
+    }
+    everyone: list[Any] = [None] * facts.world_size
+    dist.all_gather_object(everyone, mine)
+    found = [
+        f"rank {rank} has {name} {theirs[name]}, rank 0 {value}"
+        for rank, theirs in enumerate(everyone)
+        for name, value in everyone[0].items()
+        if theirs[name] != value
+    ]
+    if found:
+        raise MeshwrightError(
+            problem("E578", where=f"run.dir={task.run_dir}", found="; ".join(found[:4])), ExitCode.ENVIRONMENT
+        )
 
 
 def _batch(task: TrainTask, model: ParallelModel, step: int) -> Batch:

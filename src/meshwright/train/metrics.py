@@ -32,6 +32,33 @@ def _clean(value: Any) -> Any:
     return value
 
 
+def _append(path: Path, record: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(_clean(record), separators=(",", ":"), allow_nan=False) + "\n")
+
+
+def write_event(folder: Path, event: str, **facts: Any) -> None:
+    """Add an event with the time of day (seconds since 1970) to the run folder's ``events.jsonl``."""
+    _append(folder / "events.jsonl", {"time": time.time(), "event": event, **facts})
+
+
+def last_loss(folder: Path, step: int) -> float:
+    """Return the loss that ``metrics.jsonl`` has of ``step``; NaN where it has none."""
+    found = math.nan
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:  # a kill cut the line short
+            continue
+        if record.get("step") == step and record.get("loss") is not None:
+            found = float(record["loss"])
+    return found
+
+
 class RunLog:
     """The files of a run folder that grow while it runs. A rank other than 0 makes one that writes nothing."""
 
@@ -43,20 +70,16 @@ class RunLog:
         self._done = 0
         self._board: _Writer | None = _tensorboard(folder) if writes else None
 
-    def _append(self, name: str, record: dict[str, Any]) -> None:
-        if self.writes:
-            with (self.folder / name).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_clean(record), separators=(",", ":"), allow_nan=False) + "\n")
-
     def event(self, event: str, **facts: Any) -> None:
         """Write an event with the time of day (seconds since 1970)."""
-        self._append("events.jsonl", {"time": time.time(), "event": event, **facts})
+        if self.writes:
+            write_event(self.folder, event, **facts)
 
     def step(self, record: dict[str, Any]) -> None:
         """Write one step's record and show its line."""
         if not self.writes:
             return
-        self._append("metrics.jsonl", record)
+        _append(self.folder / "metrics.jsonl", record)
         if self._board is not None:
             for name in ("loss", "grad_norm", "lr", "tokens_per_s", "step_time_s", "eval_loss"):
                 value = record.get(name)

@@ -27,6 +27,7 @@ class TrainTask:
         resume_from: checkpoint to start from, or None.
         offload_dir: where state that is offloaded to files goes.
         manifest: facts that a checkpoint's manifest keeps (plan, versions).
+        restarts: how often the run began again by itself before this.
     """
 
     run: Any
@@ -39,6 +40,7 @@ class TrainTask:
     weights: Mapping[str, Tensor] | None = None
     offload_dir: Path | None = None
     manifest: dict[str, Any] = field(default_factory=dict[str, Any])
+    restarts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

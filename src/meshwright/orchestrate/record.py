@@ -1,0 +1,49 @@
+"""What a run says of itself in its folder, and says anew when the plan changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meshwright.layout.precision import precision_table
+from meshwright.orchestrate.elastic import Restart
+from meshwright.orchestrate.preparing import Show
+from meshwright.orchestrate.proving import write_json
+from meshwright.program.plan import Plan
+from meshwright.program.plan_file import plan_to_dict, save_plan
+from meshwright.train.metrics import write_event
+from meshwright.train.task import TrainTask
+
+
+class Book:
+    """The files that say what a run is: ``run.json`` and ``plan.json``, written again when the plan changes."""
+
+    def __init__(self, folder: Path, record: dict[str, Any], show: Show) -> None:
+        self._folder = folder
+        self._record = record
+        self._show = show
+
+    def begin(self, plan: Plan, probe: dict[str, Any] | None) -> None:
+        """Write what is known before the first step."""
+        write_json(self._folder / "run.json", self._record)
+        save_plan(plan, str(self._folder / "plan.json"))
+        if probe is not None:
+            write_json(self._folder / "probe.json", probe)
+
+    def told(self, restart: Restart, task: TrainTask) -> None:
+        """Say that the run begins again, and in which plan."""
+        plan = task.plan
+        self._show(restart.text())
+        self._record["restarts"] = [*self._record["restarts"], restart.as_dict()]
+        self._record |= {
+            "plan": plan_to_dict(plan),
+            "plan_hash": plan.hash,
+            "precision_table": precision_table(plan.layout).rows(),
+            "prediction": plan.prediction.as_dict() if plan.prediction else None,
+        }
+        self.begin(plan, None)
+        write_event(self._folder, "restart", **restart.as_dict(), code="W578")
+        if restart.changed:
+            write_event(
+                self._folder, "plan changed", step=restart.step, why=restart.changed, plan_hash=plan.hash
+            )
