@@ -77,7 +77,8 @@ def _usage_problem(error: Any) -> Problem:
 def _unknown_option(error: Any, context: Any, where: str, seek: str) -> Problem:
     known = [name for param in context.command.params for name in (*param.opts, *param.secondary_opts)]
     options = [name for name in known if name.startswith("-")]
-    close = nearest(error.option_name, options)
+    bare = {name.lstrip("-"): name for name in options}  # two dashes look alike in every two options
+    close = [bare[name] for name in nearest(error.option_name.lstrip("-"), bare)]
     found = f"there is no option {error.option_name}"
     do = f"did you mean {' | '.join(close)}?" if close else seek
     return problem("E861", where=where, found=found, needs=f"one of {', '.join(options)}", do=do)

@@ -61,8 +61,7 @@ class Restart:
         begins = (
             f"from the checkpoint of step {self.step}" if self.step else "from step 1, as nothing was saved"
         )
-        text = f"W578  restart {self.number} of {self.limit} ({self.limited_by}): {self.why}; {begins}, {self.layout}"
-        return text + (f"\nW577  {self.changed}" if self.changed else "")
+        return f"W578  restart {self.number} of {self.limit} ({self.limited_by}): {self.why}; {begins}, {self.layout}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""

@@ -32,9 +32,18 @@ class Book:
 
     def told(self, restart: Restart, task: TrainTask) -> None:
         """Say that the run begins again, and in which plan."""
-        plan = task.plan
         self._show(restart.text())
         self._record["restarts"] = [*self._record["restarts"], restart.as_dict()]
+        write_event(self._folder, "restart", **restart.as_dict(), code="W578")
+        if restart.changed:
+            self.plan_changed(restart.changed, task)
+        else:
+            self.begin(task.plan, None)
+
+    def plan_changed(self, why: str, task: TrainTask) -> None:
+        """Say that the run has another plan than before, and write down which."""
+        plan = task.plan
+        self._show(f"W577  {why}")
         self._record |= {
             "plan": plan_to_dict(plan),
             "plan_hash": plan.hash,
@@ -42,8 +51,4 @@ class Book:
             "prediction": plan.prediction.as_dict() if plan.prediction else None,
         }
         self.begin(plan, None)
-        write_event(self._folder, "restart", **restart.as_dict(), code="W578")
-        if restart.changed:
-            write_event(
-                self._folder, "plan changed", step=restart.step, why=restart.changed, plan_hash=plan.hash
-            )
+        write_event(self._folder, "plan changed", why=why, plan_hash=plan.hash, code="W577")

@@ -216,8 +216,10 @@ def _train(
         if not resume and not again:
             record["restarts"] = []
         book.begin(plan, ready.probe)
-        if again or changed:
+        if again:
             book.told(torchrun_restart(job, task, changed), task)
+        elif changed:
+            book.plan_changed(changed, task)
     try:
         results, task = _run(task, ready, book, show)
     except MeshwrightError as error:

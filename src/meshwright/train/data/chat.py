@@ -220,7 +220,7 @@ def read_template(
             config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise MeshwrightError(
-                problem("E642", where=str(folder / "tokenizer_config.json"), found=str(error))
+                problem("E642", where=str(folder / "tokenizer_config.json"), found=_reason(error))
             ) from error
     named = {name: _written(config.get(name)) for name in _NAMED}
     known = {name: text for name, text in named.items() if text is not None} | {"eos_token": eos_token}
@@ -237,7 +237,7 @@ def _source(folder: Path | None, template: str | None, config: Mapping[str, Any]
         try:
             return files[0].read_text(encoding="utf-8"), str(files[0])
         except (OSError, UnicodeDecodeError) as error:
-            raise MeshwrightError(problem("E642", where=str(files[0]), found=str(error))) from error
+            raise MeshwrightError(problem("E642", where=str(files[0]), found=_reason(error))) from error
     held = config.get("chat_template")
     if isinstance(held, list):
         held = next((item.get("template") for item in held if item.get("name") == "default"), None)
@@ -245,6 +245,11 @@ def _source(folder: Path | None, template: str | None, config: Mapping[str, Any]
         return held, str(folder / "tokenizer_config.json")
     found = f"{folder} has no chat_template" if folder is not None else "a tokenizer trained here has none"
     raise MeshwrightError(problem("E642", where="data.chat_template", found=found))
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error says beside the path, which is said already."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 def _written(value: Any) -> str | None:
