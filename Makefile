@@ -45,7 +45,7 @@ check: $(STAMP)
 	$(BIN)/pyright
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests/unit tests/fake tests/gloo tests/docs -m "not slow"
+	$(BIN)/python -m pytest tests/unit tests/fake tests/gloo tests/nodes tests/docs -m "not slow"
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest tests

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kill_runs import DROPOUT, STEPS, Kill, records, start, wait, write_inputs
@@ -26,6 +29,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def events(home: Path, name: str) -> list[dict]:
     lines = [json.loads(line) for line in (home / "events.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] == name]
+
+
+def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_a_killed_rank_starts_the_run_again_from_its_checkpoint(folder: Path) -> None:
@@ -93,6 +103,25 @@ def test_restarts_are_bounded(folder: Path) -> None:
     assert max(records(folder / "out")) == 2
 
 
+def test_a_rank_whose_process_is_stopped_is_found_and_the_run_goes_on(folder: Path) -> None:
+    """SIGSTOP: nothing is closed and nothing fails; the roll call finds it, and the run starts again."""
+    write_inputs(folder)
+    sets = ("run.elastic=true", "guards.silence_s=1.5", "run.steps=40", AT_ONCE)
+    pid = start(folder, "out", f"dp=2,{FP64}", None, *sets)
+    home = folder / "out"
+    until(lambda: (home / "metrics.jsonl").exists() and len(records(home)) >= 3)
+    ranks = sorted(psutil.Process(pid).children(), key=lambda p: p.pid)
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    assert wait(pid) == 0
+    assert time.monotonic() - begin < 30
+    (restart,) = events(home, "restart")
+    assert restart["rank"] == 1
+    assert restart["why"].startswith("E575 rank 1")
+    assert "its process is stopped or stuck" in restart["why"]
+    assert sorted(records(home)) == list(range(1, 41))
+
+
 def test_without_elastic_a_lost_rank_ends_the_run(folder: Path) -> None:
     write_inputs(folder)
     assert wait(start(folder, "out", f"dp=2,{FP64}", Kill("forward", 1, False, 3))) == 1
@@ -104,12 +133,7 @@ def test_a_run_that_is_told_to_stop_does_not_start_again(folder: Path) -> None:
     write_inputs(folder)
     pid = start(folder, "out", f"dp=2,{FP64}", None, "run.elastic=true", "run.steps=100000")
     home = folder / "out"
-    import time
-
-    until = time.monotonic() + 60
-    while not (home / "metrics.jsonl").exists() or len(records(home)) < 3:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    until(lambda: (home / "metrics.jsonl").exists() and len(records(home)) >= 3)
     os.kill(pid, signal.SIGTERM)
     assert wait(pid) == 0
     assert (home / "stopped.json").exists()

@@ -213,7 +213,7 @@ class GuardsSection(Section):
     )
     silence_s: NotNegative = Field(
         default=30.0,
-        description="under torchrun: a rank that gave no sign for so many seconds ends the run by name; 0 = wait",
+        description="a rank that gives no sign for so many seconds is named and ends the run; 0 = wait",
     )
     heartbeat_s: NotNegative = Field(
         default=30.0,

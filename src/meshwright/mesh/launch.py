@@ -109,6 +109,7 @@ def run_local(
     preload: Sequence[str] = (),
     threads: int = 1,
     stop_grace_s: float | None = None,
+    silence_s: float = 0.0,
 ) -> list[Any]:
     """Return ``worker(facts, payload)`` of every rank, by rank; under torchrun, of this rank only.
 
@@ -131,6 +132,8 @@ def run_local(
             a forked process waits for ever in its first parallel region if its parent has had one.
         stop_grace_s: hand SIGTERM and SIGUSR1 on to the ranks, whose worker takes them; ranks that have not returned
             this long after SIGTERM are ended. None: SIGTERM ends the ranks at once.
+        silence_s: a rank whose process answers nothing for so long, though no collective has timed out, is lost (E575);
+            0 waits.
 
     Raises:
         MeshwrightError: a rank's own error with its exit code; E510 for any other exception of a rank; E511-E514
@@ -178,7 +181,7 @@ def run_local(
     ]
     failed = True
     try:
-        results = _run_jobs(jobs, spawn, timeout_s, on_line, stop_grace_s)
+        results = _run_jobs(jobs, spawn, timeout_s, on_line, stop_grace_s, silence_s)
         failed = False
         return results
     finally:
@@ -229,6 +232,7 @@ def _run_jobs(
     timeout_s: float | None,
     on_line: Callable[[str], None] | None,
     stop_grace_s: float | None = None,
+    silence_s: float = 0.0,
 ) -> list[Any]:
     context: Any = multiprocessing.get_context("spawn" if spawn else "fork")
     folder = jobs[0].folder
@@ -263,7 +267,9 @@ def _run_jobs(
                     process.start()
                 theirs.close()
                 handles.append(RankHandle(job.rank, process, ours))
-            results, reports = collect(handles, timeout_s=timeout_s, grace_s=GRACE_S, tick=tick)
+            results, reports = collect(
+                handles, timeout_s=timeout_s, grace_s=GRACE_S, tick=tick, silence_s=silence_s
+            )
             if not reports:
                 for handle in handles:
                     handle.send("finish")
@@ -492,7 +498,14 @@ def _read_position(folder: str, rank: int) -> dict[str, Any]:
     return position if isinstance(position, dict) else {}
 
 
-_CODES = {"memory": "E512", "signal": "E511", "exit": "E514", "timeout": "E513", "silent": "E513"}
+_CODES = {
+    "memory": "E512",
+    "signal": "E511",
+    "exit": "E514",
+    "stopped": "E575",
+    "timeout": "E513",
+    "silent": "E513",
+}
 
 
 def _as_error(
@@ -519,7 +532,7 @@ def _as_error(
     code = _CODES.get(first.cause, "E510")
     line = first.message.splitlines()[0][:400]
     told = [problem(code, where=where, found=f"{first.type_name}: {line} (log: {log})")]
-    if code in ("E511", "E514"):
+    if code in ("E511", "E514", "E575"):
         return LostRank(told, first.rank)
     return MeshwrightError(told, ExitCode.FAULT if code == "E510" else ExitCode.ENVIRONMENT)
 

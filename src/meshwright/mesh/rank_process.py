@@ -76,8 +76,8 @@ class RankReport:
 
     Attributes:
         cause: "own" (an error of its own), "peer" (it only lost the connection to another rank), "timeout" (it waited
-            in vain), "memory", "signal" (killed), "exit" (it left without a result), "silent" (it had not answered when
-            the job ended).
+            in vain), "memory", "signal" (killed), "exit" (it left without a result), "stopped" (its process answered
+            nothing for too long), "silent" (it had not answered when the job ended).
         type_name: type of the exception, or name of the signal.
         time_s: monotonic time at which it happened (noticed, for a signal).
         error: the MeshwrightError, when it was one.
@@ -131,7 +131,7 @@ def order_reports(reports: Sequence[RankReport]) -> list[RankReport]:
     hang = any(r.cause in ("timeout", "silent") for r in reports)
 
     def key(report: RankReport) -> tuple[int, float]:
-        if report.cause in ("own", "memory", "signal", "exit"):
+        if report.cause in ("own", "memory", "signal", "exit", "stopped"):
             return (0, report.time_s)
         if report.cause == "silent" and hang and not report.waiting:
             return (1, report.time_s)
@@ -242,7 +242,10 @@ class RankEnd:
                 kind, value = pickle.loads(self._connection.recv_bytes())
             except (EOFError, OSError):
                 os._exit(1)  # the parent is gone: nobody waits for this rank
-            if kind == "where":
+            if kind == "roll call":
+                with contextlib.suppress(OSError):
+                    self.send("present", None)
+            elif kind == "where":
                 frame = sys._current_frames().get(self._main)
                 frames: list[FrameType] = []
                 while frame is not None:
@@ -302,14 +305,17 @@ def collect(
     timeout_s: float | None,
     grace_s: float,
     tick: Callable[[], None] | None = None,
+    silence_s: float = 0.0,
 ) -> tuple[dict[int, bytes], list[RankReport]]:
     """Return each rank's pickled result, and the reports of those that gave none, culprit first.
 
     Waits until every rank answered, until ``grace_s`` after the first failure, or for ``timeout_s`` in all; who has
     not answered by then is asked where it is and reported as "silent". Kills nobody. ``tick`` is called at least
-    every 50 ms.
+    every 50 ms. With ``silence_s`` each rank is asked where it is a few times in so many seconds; one that answers
+    nothing for so long is reported as "stopped".
     """
     start = time.monotonic()
+    roll = _RollCall(silence_s, start) if silence_s else None
     deadline = None if timeout_s is None else start + timeout_s
     results: dict[int, bytes] = {}
     reports: dict[int, RankReport] = {}
@@ -322,6 +328,11 @@ def collect(
         ready = multiprocessing.connection.wait(list(open_), timeout=min(left, 0.05 if tick else 1.0))
         if tick:
             tick()
+        if roll is not None:
+            reports |= roll.missing(list(open_.values()), time.monotonic(), {open_[c].rank for c in ready})  # type: ignore[index]
+            for rank in reports:
+                open_ = {c: h for c, h in open_.items() if h.rank != rank}
+            ready = [c for c in ready if c in open_]
         for connection in ready:
             handle = open_[connection]  # type: ignore[index]
             try:
@@ -341,6 +352,44 @@ def collect(
             deadline = min(deadline or float("inf"), max(first, start) + grace_s)
     reports.update(_silent(list(open_.values()), now_s=time.monotonic() - start, failed=bool(reports)))
     return results, order_reports(list(reports.values()))
+
+
+class _RollCall:
+    """Asks ranks where they are, so that one whose process is stopped is found although nothing has failed."""
+
+    def __init__(self, silence_s: float, now: float) -> None:
+        self._silence_s = silence_s
+        self._heard: dict[int, float] = {}
+        self._due = self._looked = now
+
+    def missing(self, open_: Sequence[RankHandle], now: float, answered: set[int]) -> dict[int, RankReport]:
+        """Ask, if it is time; return the ranks of ``open_`` that answered once, and nothing for too long since.
+
+        ``answered`` are those of which a message waits to be read. When this process itself stood still, all get new
+        time.
+        """
+        stood = now - self._looked > self._silence_s / 2
+        self._looked = now
+        for handle in open_:
+            if handle.rank in answered or (stood and handle.rank in self._heard):
+                self._heard[handle.rank] = now
+        if now >= self._due:
+            self._due = now + self._silence_s / 4
+            for handle in open_:
+                # a pipe that nobody reads fills up
+                if now - self._heard.get(handle.rank, now) < self._silence_s / 2:
+                    handle.send("roll call")
+        return {
+            h.rank: RankReport(
+                rank=h.rank,
+                cause="stopped",
+                type_name="no answer",
+                message=f"no answer for {now - self._heard[h.rank]:.1f} s: its process is stopped or stuck",
+                time_s=now,
+            )
+            for h in open_
+            if now - self._heard.get(h.rank, now) >= self._silence_s
+        }
 
 
 def _silent(handles: Sequence[RankHandle], *, now_s: float, failed: bool) -> dict[int, RankReport]:

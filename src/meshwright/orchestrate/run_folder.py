@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -76,15 +77,25 @@ def folder_problems(folder: Path, plan: Plan, resume: bool) -> list[Problem]:
     return []
 
 
-def locked(folder: Path) -> IO[str]:
+def locked(folder: Path, patience_s: float = 0.0) -> IO[str]:
     """Return the folder's lock file, held until it is closed or this process ends.
+
+    ``patience_s``: a run that goes on by itself waits so long for the one before it to end.
 
     Raises:
         MeshwrightError: E541 when another process trains in the folder at this moment.
     """
     lock = (folder / ".lock").open("w", encoding="utf-8")
+    until = time.monotonic() + patience_s
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(0.1)
     except BlockingIOError:
         lock.close()
         raise MeshwrightError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median, quantiles
@@ -51,6 +52,9 @@ from meshwright.train.deterministic import deterministic_settings
 from meshwright.train.loop import RankSummary, TrainTask, train_rank
 from meshwright.train.metrics import last_loss
 from meshwright.train.weights import load_pretrained
+
+PATIENCE_S = 30.0
+"""A run that torchrun started again waits so long until the one before has left the folder."""
 
 
 def _nothing(_: str) -> None:
@@ -186,6 +190,7 @@ def _train(
             "tokenizer": str(data.tokenizer_file),
         },
         restarts=job.restarts if job is not None and again else 0,
+        started=time.monotonic() if facts is None else None,
     )
     refuse(resume_problems(task))
     if dry_run:
@@ -212,7 +217,7 @@ def _train(
     book = Book(folder, record, show) if writes else None
     if book is not None:
         make_folder(folder)
-        held.enter_context(locked(folder))
+        held.enter_context(locked(folder, PATIENCE_S if again else 0.0))
         if not resume and not again:
             record["restarts"] = []
         book.begin(plan, ready.probe)
@@ -276,6 +281,7 @@ def _run(
             preload=("transformers",) if task.spec.adapter is None else ("transformers", "peft"),
             threads=threads_of_rank(task.plan.world_size),
             stop_grace_s=task.run.run.grace_s,
+            silence_s=task.run.guards.silence_s,
         )
 
     def smaller(plan: Plan, ranks: int) -> tuple[Plan, str]:

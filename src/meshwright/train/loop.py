@@ -70,7 +70,8 @@ def train_rank(facts: RankFacts, task: TrainTask) -> list[RankSummary]:
         MeshwrightError: E540 placement, E544/E545/E570 non-finite steps, E548 a parameter without gradient, E571
             replicas that differ, E572 a loss spike, and those of checkpoints.
     """
-    watch = Watch(facts.rank, task.run.run.max_minutes, time.monotonic())
+    started = task.started if task.started is not None else time.monotonic()
+    watch = Watch(facts.rank, task.run.run.max_minutes, started)
     joined = torchrun_job() is not None and facts.world_size > 1
 
     def silent(found: Problem) -> None:

@@ -28,6 +28,7 @@ class TrainTask:
         offload_dir: where state that is offloaded to files goes.
         manifest: facts that a checkpoint's manifest keeps (plan, versions).
         restarts: how often the run began again by itself before this.
+        started: monotonic time from which ``run.max_minutes`` counts, restarts included; None is the rank's own start.
     """
 
     run: Any
@@ -41,6 +42,7 @@ class TrainTask:
     offload_dir: Path | None = None
     manifest: dict[str, Any] = field(default_factory=dict[str, Any])
     restarts: int = 0
+    started: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

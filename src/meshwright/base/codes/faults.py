@@ -26,8 +26,10 @@ Nothing after the last checkpoint was kept; nothing before it was lost.""",
         "wait for half an hour",
         needs="a sign from the named ranks within guards.silence_s seconds",
         do="look at the named node and at the network between the addresses; --resume goes on from the last checkpoint",
-        page="""Ranks that torchrun started send each other a small datagram a second. A rank that heard its neighbours
-and then hears nothing for guards.silence_s seconds names them, with their address and what they did last, and ends:
+        page="""Our own launcher calls the roll of its ranks; a process that is stopped, or stuck where it cannot answer,
+is lost after guards.silence_s seconds.
+Ranks that torchrun started send each other a small datagram twice a second. A rank that heard its neighbours and then
+hears nothing for guards.silence_s seconds names them, with their address and what they did last, and ends:
 then torchrun ends or restarts the job, in place of a hang.
 When all silent ranks are on one other node, that node or the link to it is at fault; when one of several ranks of a
 node is silent, that process is. guards.silence_s: 0 switches this off.""",
