@@ -38,6 +38,7 @@ def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_starts_the_run_again_from_its_checkpoint(folder: Path) -> None:
     """Killed once in step 7: the run ends well by itself, nothing of the first 6 steps is done again, bits are equal."""
     write_inputs(folder, DROPOUT)
@@ -92,6 +93,7 @@ def test_a_rank_that_is_lost_twice_is_left_out_and_the_planner_chooses(folder: P
     assert last["world_size"] == 1
 
 
+@pytest.mark.slow
 def test_restarts_are_bounded(folder: Path) -> None:
     write_inputs(folder)
     always = Kill("forward", 0, False, 3)
@@ -103,6 +105,7 @@ def test_restarts_are_bounded(folder: Path) -> None:
     assert max(records(folder / "out")) == 2
 
 
+@pytest.mark.slow
 def test_a_rank_whose_process_is_stopped_is_found_and_the_run_goes_on(folder: Path) -> None:
     """SIGSTOP: nothing is closed and nothing fails; the roll call finds it, and the run starts again."""
     write_inputs(folder)
@@ -122,12 +125,14 @@ def test_a_rank_whose_process_is_stopped_is_found_and_the_run_goes_on(folder: Pa
     assert sorted(records(home)) == list(range(1, 41))
 
 
+@pytest.mark.slow
 def test_without_elastic_a_lost_rank_ends_the_run(folder: Path) -> None:
     write_inputs(folder)
     assert wait(start(folder, "out", f"dp=2,{FP64}", Kill("forward", 1, False, 3))) == 1
     assert not events(folder / "out", "restart")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_stop_does_not_start_again(folder: Path) -> None:
     """SIGTERM to an elastic run: it saves and ends with 0, and nothing is started after it."""
     write_inputs(folder)
