@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import sys
+import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +35,7 @@ def run_joined(
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed import PrefixStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
     if device != "cpu":
         torch.cuda.set_device(device)
@@ -45,9 +48,12 @@ def run_joined(
         if facts.local_rank == 0:
             for note in notes:
                 print(note.text(), file=sys.stderr, flush=True)
+    limit = datetime.timedelta(seconds=collective_timeout_s)
     try:
+        store, *_ = next(iter(rendezvous("env://", timeout=limit)))
+        store = PrefixStore(meet(store, facts.rank, facts.world_size, collective_timeout_s), store)
         dist.init_process_group(
-            backend, init_method="env://", timeout=datetime.timedelta(seconds=collective_timeout_s)
+            backend, store=store, rank=facts.rank, world_size=facts.world_size, timeout=limit
         )
     except RuntimeError as error:
         text = str(error)
@@ -70,6 +76,52 @@ def run_joined(
     if dist.is_initialized():
         dist.destroy_process_group()
     return result
+
+
+def meet(store: Any, rank: int, world_size: int, limit_s: float) -> str:
+    """Return a name that the ranks of this start share, and that no earlier start of theirs had.
+
+    torchrun keeps one store for all starts of a job, so the addresses of ranks that are gone are still in it; nothing
+    else that all nodes know tells one start from the next. Each rank asks under a number drawn for the purpose, and only
+    rank 0 of this start answers it. Every rank calls it.
+
+    Args:
+        store: what the ranks share.
+        rank: this rank.
+        world_size: ranks that call it.
+        limit_s: seconds for all of them to come.
+
+    Raises:
+        RuntimeError: a rank did not come.
+    """
+    until = time.monotonic() + limit_s
+    mine = uuid.uuid4().hex
+    if rank == 0:
+        name = f"meshwright/{mine}"
+        left = set(range(1, world_size))
+        answered: set[str] = set()
+        while left:
+            for other in sorted(left):
+                if store.check([f"meet/{other}"]):
+                    asked = store.get(f"meet/{other}").decode()
+                    if asked not in answered:
+                        answered.add(asked)
+                        store.set(f"meet/{other}/{asked}", name)
+            left = {other for other in left if not store.check([f"{name}/{other}"])}
+            _wait(until, f"rank 0 waits for {len(left)} of {world_size} ranks: {sorted(left)[:8]}")
+        return name
+    store.set(f"meet/{rank}", mine)
+    while not store.check([f"meet/{rank}/{mine}"]):
+        _wait(until, f"rank {rank} waits for rank 0")
+    name = store.get(f"meet/{rank}/{mine}").decode()
+    store.set(f"{name}/{rank}", "here")
+    return name
+
+
+def _wait(until: float, what: str) -> None:
+    if time.monotonic() >= until:
+        raise RuntimeError(f"timed out: {what}")
+    time.sleep(0.01)
 
 
 def _told(error: Exception, facts: RankFacts) -> MeshwrightError | None:

@@ -7,6 +7,7 @@ import os
 import platform
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -135,11 +136,6 @@ def _train(
     if writes:
         refuse(folder_problems(folder, plan, resume or again))
         refuse(offload_problems(run, plan, folder), ExitCode.ENVIRONMENT)
-    stop_at = min(stop_at_step or run.run.steps, run.run.steps)
-    resume_from: Path | None = None
-    if resume or again:
-        resume_from = checkpoint_to_resume(folder, show)
-        refuse(nothing_left(resume_from, stop_at) if resume_from is not None and not again else [])
     asked = config_problems(plan.model_config)
     refuse(asked)
     for note in (
@@ -150,6 +146,48 @@ def _train(
         *restart_notes(run, job),
     ):
         show(note.text())
+    task = _task(run, plan, spec, stop_at_step, resume=resume, again=again, show=show)
+    task = replace(
+        task,
+        restarts=job.restarts if job is not None and again else 0,
+        started=time.monotonic() if facts is None else None,
+    )
+    refuse(resume_problems(task))
+    if dry_run:
+        return {"run_dir": str(folder), "dry_run": True, "plan": plan_to_dict(plan)}
+    record = _first_record(task)
+    record |= {
+        "job": job.job if job is not None else None,
+        "restarts": read_record(folder).get("restarts", []) if resume or again else [],
+    }
+    before = records(folder) if resume else {}
+    book = Book(folder, record, show) if writes else None
+    if book is not None:
+        make_folder(folder)
+        held.enter_context(locked(folder, PATIENCE_S if again else 0.0))
+        book.begin(plan, ready.probe)
+        if again:
+            book.told(torchrun_restart(job, task, changed), task)
+        elif changed:
+            book.plan_changed(changed, task)
+    try:
+        results, task = _run(task, ready, book, show)
+    except MeshwrightError as error:
+        if writes and error.exit_code == ExitCode.BAD_INPUT:
+            for file, content in before.items():  # refused before its first step: the folder is as it was
+                file.write_bytes(content)
+        raise
+    return _finish(task, results[0], ready.cluster, record, show if writes else None)
+
+
+def _task(
+    run: Any, plan: Plan, spec: ModelSpec, stop_at_step: int | None, *, resume: bool, again: bool, show: Show
+) -> TrainTask:
+    """Return what the ranks are given, after weights and data were read; nothing is written into the run folder."""
+    folder = Path(run.run.dir)
+    stop_at = min(stop_at_step or run.run.steps, run.run.steps)
+    resume_from = checkpoint_to_resume(folder, show) if resume or again else None
+    refuse(nothing_left(resume_from, stop_at) if resume_from is not None and not again else [])
     for line in _announce(plan, spec):
         show(line)
     build_model(plan.model_config, seed=0, device="meta")  # refused here, before anything is written
@@ -174,7 +212,7 @@ def _train(
     if data_ends:
         show(data_ends)
         refuse(nothing_left(resume_from, stop_at) if resume_from is not None and not again else [])
-    task = TrainTask(
+    return TrainTask(
         run=run,
         plan=plan,
         spec=spec,
@@ -189,13 +227,13 @@ def _train(
             "versions": versions(),
             "tokenizer": str(data.tokenizer_file),
         },
-        restarts=job.restarts if job is not None and again else 0,
-        started=time.monotonic() if facts is None else None,
     )
-    refuse(resume_problems(task))
-    if dry_run:
-        return {"run_dir": str(folder), "dry_run": True, "plan": plan_to_dict(plan)}
-    record = {
+
+
+def _first_record(task: TrainTask) -> dict[str, Any]:
+    """Return what ``run.json`` says before the first step."""
+    run, plan, data = task.run, task.plan, task.data
+    return {
         "meshwright": meshwright.__version__,
         "plan": plan_to_dict(plan),
         "plan_hash": plan.hash,
@@ -209,35 +247,18 @@ def _train(
         "errors_pct": None,
         "deterministic": deterministic_settings() if run.run.deterministic else None,
     }
-    record |= {
-        "job": job.job if job is not None else None,
-        "restarts": read_record(folder).get("restarts", []),
-    }
-    before = records(folder) if resume else {}
-    book = Book(folder, record, show) if writes else None
-    if book is not None:
-        make_folder(folder)
-        held.enter_context(locked(folder, PATIENCE_S if again else 0.0))
-        if not resume and not again:
-            record["restarts"] = []
-        book.begin(plan, ready.probe)
-        if again:
-            book.told(torchrun_restart(job, task, changed), task)
-        elif changed:
-            book.plan_changed(changed, task)
-    try:
-        results, task = _run(task, ready, book, show)
-    except MeshwrightError as error:
-        if writes and error.exit_code == ExitCode.BAD_INPUT:
-            for (
-                file,
-                content,
-            ) in before.items():  # refused before its first step: the folder stays what it was
-                file.write_bytes(content)
-        raise
-    plan, summaries = task.plan, results[0]
-    measurement = measure(plan, spec, summaries, ready.cluster)
-    first = summaries[0]
+
+
+def _finish(
+    task: TrainTask,
+    summaries: list[RankSummary],
+    cluster: ClusterSpec | None,
+    record: dict[str, Any],
+    show: Show | None,
+) -> dict[str, Any]:
+    """Return the last line of ``--json``; with ``show`` (on rank 0) also complete ``run.json``."""
+    plan, folder, first = task.plan, task.run_dir, summaries[0]
+    measurement = measure(plan, task.spec, summaries, cluster)
     final_loss = first.final_loss if math.isfinite(first.final_loss) else last_loss(folder, first.steps)
     record |= {
         "measurement": measurement.as_dict() if measurement else None,
@@ -245,9 +266,9 @@ def _train(
         "placement": first.placement,
         "eval": {"first": first.first_eval_loss, "last": first.eval_loss},
     }
-    if writes:
+    if show is not None:
         write_json(folder / "run.json", record)
-        if note_end(folder, first, stop_at):
+        if note_end(folder, first, task.stop_at):
             show(f"stopped after step {first.steps} ({first.stopped}); --resume goes on from there")
     return {
         "run_dir": str(folder),
