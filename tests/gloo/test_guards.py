@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,9 +17,11 @@ from hazard_runs import MINI, Rig, tokens
 from meshwright.base.errors import MeshwrightError
 from meshwright.mesh.env import RankFacts
 from meshwright.mesh.rank_process import RankFailure
+from meshwright.train import links as links_module
 from meshwright.train import loop as loop_module
 from meshwright.train.guards import Heartbeat, Spikes, Stragglers, checksum, drifted, locate
-from meshwright.train.loop import _placing, train_rank
+from meshwright.train.links import EVERY, Links
+from meshwright.train.loop import _placing, _same_start, train_rank
 
 pytestmark = pytest.mark.gloo
 
@@ -197,6 +200,46 @@ def test_a_straggler_is_named(pool):
         ((rank, times),) = found
         assert rank == 2
         assert times == pytest.approx(3.0)
+
+
+def begin(rank, world, work):
+    facts = RankFacts(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
+    mine = replace(
+        work, stop_at=work.stop_at + (rank == 1), resume_from=Path("step-4") if rank == 2 else None
+    )
+    try:
+        _same_start(facts, mine)
+    except MeshwrightError as error:
+        return error.problems[0].code, error.problems[0].found
+    return None
+
+
+def test_e578_ranks_that_read_another_folder_are_named(pool, tmp_path):
+    """Under torchrun each rank looks into the run folder by itself; on two nodes it may be two folders."""
+    work = task(tmp_path, "dp=2", "run")
+    assert pool.run(begin, 1, work) == [None]
+    found = pool.run(begin, 3, work)
+    assert {code for code, _ in found} == {"E578"}
+    assert {text for _, text in found} == {
+        f"rank 1 has ends after step {work.stop_at + 1}, rank 0 {work.stop_at}; "
+        "rank 2 has begins at step-4, rank 0 step 1"
+    }
+
+
+def links(rank, world):
+    rig = Rig(rank, "dp=4")
+    watch = Links(1.5, rank // 2, f"10.0.0.{1 + rank // 2}")
+    real = links_module._message
+    late = lambda *a: real(*a) + (1.0 if watch._steps > 1 and a[0] == 2 else 0.0)  # noqa: E731
+    with mock.patch.object(links_module, "_message", late):
+        return [[link.ranks for link in watch.check(rig.model.view)] for _ in range(EVERY + 2)]
+
+
+def test_a_link_that_becomes_slow_is_named_on_all_ranks(pool):
+    for found in pool.run(links, 4):
+        assert found[1:EVERY] == [[]] * (EVERY - 1)
+        assert (1, 2) in found[EVERY]
+        assert found[EVERY + 1] == []
 
 
 def test_a_heartbeat_is_a_file_per_rank(tmp_path):
