@@ -17,6 +17,7 @@ from meshwright.mesh import env
 from meshwright.mesh.beats import Place, Signs, neighbours, silence
 from meshwright.mesh.env import RankFacts, TorchrunJob
 from meshwright.mesh.launch import LostRank
+from meshwright.orchestrate import machine
 from meshwright.orchestrate.elastic import restart_notes, smaller_plan
 from meshwright.orchestrate.preparing import prepare
 from meshwright.orchestrate.run_folder import continues, folder_problems
@@ -199,6 +200,23 @@ def test_e579_no_address_that_others_can_reach(monkeypatch: pytest.MonkeyPatch, 
     (found,) = _interface(monkeypatch, name="127.0.1.1", own="127.0.0.1", node=node)
     assert found.code == "E579"
     assert word in found.found
+
+
+def test_ranks_on_several_nodes_all_measure_whatever_one_of_them_has_in_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))
+    measured: list[int] = []
+    monkeypatch.setattr(
+        machine, "run_probe", lambda nproc, *_: measured.append(nproc) or {"world_size": nproc}
+    )
+    for _ in range(2):
+        machine.machine_probe(4, lambda _: None)
+    assert measured == [4]
+    monkeypatch.setattr(machine, "torchrun_facts", lambda: env.torchrun_facts(TORCHRUN))
+    for _ in range(2):
+        machine.machine_probe(4, lambda _: None)
+    assert measured == [4, 4, 4]
 
 
 def test_a_lost_rank_survives_pickling() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from meshwright.mesh.env import cache_folder
+from meshwright.mesh.env import cache_folder, torchrun_facts
 from meshwright.orchestrate.proving import write_json
 from meshwright.probe.run import run_probe
 from meshwright.probe.topology import machine_facts
@@ -19,7 +19,13 @@ VERSION = 2
 
 
 def machine_probe(nproc: int, show: Callable[[str], None], *, fresh: bool = False) -> dict[str, Any]:
-    """Return a quick probe of ``nproc`` local ranks, measured now or found in the cache."""
+    """Return a quick probe of ``nproc`` ranks, measured now or found in the cache.
+
+    Ranks of torchrun on several nodes always measure: one node's cache may have what another's has not, and a probe needs
+    all of them.
+    """
+    joined = torchrun_facts()
+    fresh = fresh or (joined is not None and joined.world_size > joined.local_world_size)
     facts = [VERSION, nproc, machine_fingerprint()]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
     file = cache_folder() / f"machine-{key}.json"
