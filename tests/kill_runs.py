@@ -293,10 +293,12 @@ class Survivor:
         newest, _ = latest_checkpoint(home / "checkpoints")
         before = int(newest.name.split("-")[1]) if newest is not None else 0
         kill = self._choose(before) if plant else None
+        file = self.folder / f"{name}.log"
+        said = len(file.read_text()) if file.exists() else 0
         pid = start(self.folder, name, layout, kill)
         hit = kill is not None and kill.moment == "any time" and self._kill_some_time(pid, kill)
         status = wait(pid)
-        log = (self.folder / f"{name}.log").read_text()
+        log = file.read_text()[said:]  # of this session: a refusal is no kill
         if status == 0:
             assert not hit
             assert told(home) == STEPS
@@ -309,10 +311,10 @@ class Survivor:
         return False
 
     def _choose(self, done: int) -> Kill:
-        left = [m for m in MOMENTS if self.moments_of(m) == min(self.moments_of(n) for n in MOMENTS)]
-        moment = self.random.choice(left)
-        if (moment == "resume" and done == 0) or (moment == "retention" and done < 2 * EVERY):
-            moment = "forward"
+        never = {"resume"} if done == 0 else set[str]()
+        never |= {"retention"} if done < 2 * EVERY else set()
+        can = [m for m in MOMENTS if m not in never]
+        moment = self.random.choice([m for m in can if self.moments_of(m) == min(map(self.moments_of, can))])
         rank = self.random.randrange(2) if moment in (*STEP_MOMENTS, "shards", "hash", "resume") else 0
         step = self.random.randint(1, 3) + (done if moment != "update" else 0)
         return Kill(moment, rank, self.random.random() < 0.5, min(step, STEPS))

@@ -67,8 +67,9 @@ def test_kills_with_another_layout_after_each(folder: Path) -> None:
         for step, record in want.items():
             assert got[step]["loss"] == pytest.approx(record["loss"], abs=1e-9), step
 
+    tensor = "tp=2,kv_heads=replicate"  # the model has one key/value head
     layouts = [
-        f"{text},precision=fp64" for text in ("dp=2,zero=3", "pp=2", "dp=2", "tp=2", "dp=2,pp=2,zero=1")
+        f"{text},precision=fp64" for text in ("dp=2,zero=3", "pp=2", "dp=2", tensor, "dp=2,pp=2,zero=1")
     ]
     harness.survive(layouts, 30, near)
     print(f"{harness.kills} kills over {harness.jobs} jobs: {dict(harness.moments)}")
