@@ -49,6 +49,7 @@ def prove(
     optimizer: Any = None,
     max_norm: float | None = 1.0,
     simulated: bool = False,
+    packed: bool = False,
 ) -> dict[str, Any]:
     spec = read_model(config) if isinstance(config, str) else spec_from_config(config, "small")
     spec = adapted(spec, adapter)
@@ -72,4 +73,5 @@ def prove(
         fault=fault,
         execute=execute,
         simulated=simulated,
+        packed=packed,
     )

@@ -99,9 +99,9 @@ def _with_part_outputs(rank: int, world: int) -> dict[str, float]:
     right = ring.attend_backward
 
     def wrong(grad: Any, q: Any, k: Any, v: Any, out: Any, *rest: Any) -> Any:
-        lse, scale, causal, seen = rest
-        out, _ = ring.attend(q, k, v, scale, causal, seen)
-        return right(grad, q, k, v, out, lse, scale, causal, seen)
+        lse, scale, causal, pairs = rest
+        out, _ = ring.attend(q, k, v, scale, causal, pairs)
+        return right(grad, q, k, v, out, lse, scale, causal, pairs)
 
     ring.attend_backward = wrong
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -128,13 +130,27 @@ def test_plain_and_fused_kernels_agree(kv: int, causal: bool, monkeypatch: pytes
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(fused, plain, strict=True))
 
 
+@dataclass(frozen=True)
+class Seen:
+    """Pairs of a mask that is written down."""
+
+    mask: torch.Tensor
+    draws: bool = False
+
+    def seen(self, start: int, stop: int) -> torch.Tensor:
+        return self.mask[:, :, start:stop]
+
+    def dropping(self, start: int, stop: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: x
+
+
 def test_a_query_that_sees_nothing_has_output_and_gradient_zero() -> None:
     q, k, v, g = (torch.randn(1, 2, 3, 4, dtype=torch.float64) for _ in range(4))
     seen = torch.tensor([[False] * 3, [True, False, False], [True] * 3])[None, None]
-    out, lse = attend(q, k, v, 0.5, False, seen)
+    out, lse = attend(q, k, v, 0.5, False, Seen(seen))
     assert out[:, :, 0].abs().max() == 0
     assert bool((lse[:, :, 0] == -math.inf).all())
-    grads = maths.attend_backward(g, q, k, v, out, lse, 0.5, False, seen)
+    grads = maths.attend_backward(g, q, k, v, out, lse, 0.5, False, Seen(seen))
     assert all(bool(torch.isfinite(x).all()) for x in grads)
     assert grads[0][:, :, 0].abs().max() == 0
 

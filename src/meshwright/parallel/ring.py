@@ -24,8 +24,9 @@ from meshwright.parallel.attend import (
     attend_backward,
     positions_of,
     tiles,
-    visible,
 )
+from meshwright.parallel.dropout import Drops
+from meshwright.parallel.pairs import TilePairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class Ring:
         rule: which positions see each other.
         scale: factor on the scores.
         documents_BT: document of each position of the whole sequence, [B, T], or None; only equal ones see each other.
+        drops: dropout of attention probabilities, or None.
     """
 
     group: dist.ProcessGroup | None
@@ -47,6 +49,7 @@ class Ring:
     rule: Rule
     scale: float
     documents_BT: Tensor | None = field(default=None, compare=False)
+    drops: Drops | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:
@@ -57,19 +60,18 @@ class Ring:
         """Return the tiles of this rank's queries and the keys of coordinate ``source``."""
         return tiles(self.runs[self.index], self.runs[source], self.rule, self.documents_BT is not None)
 
-    def seen(self, tile: Tile, source: int, device: torch.device) -> Tensor | None:
-        """Return the mask of a tile that needs one."""
-        if tile.kind != "masked":
+    def pairs(self, tile: Tile, source: int, q_BHQE: Tensor) -> TilePairs | None:
+        """Return the pairs of a tile that needs a mask, or whose shares are dropped."""
+        if tile.kind != "masked" and self.drops is None:
             return None
-        q_at = positions_of(self.runs[self.index], device)[tile.q0 : tile.q1]
-        k_at = positions_of(self.runs[source], device)[tile.k0 : tile.k1]
-        docs = self.documents_BT
-        return visible(
-            q_at,
-            k_at,
-            self.rule,
-            None if docs is None else docs[:, q_at],
-            None if docs is None else docs[:, k_at],
+        device = q_BHQE.device
+        return TilePairs(
+            q_at_Q=positions_of(self.runs[self.index], device)[tile.q0 : tile.q1],
+            k_at_S=positions_of(self.runs[source], device)[tile.k0 : tile.k1],
+            heads=q_BHQE.shape[1],
+            rule=self.rule if tile.kind == "masked" else None,
+            documents_BT=self.documents_BT,
+            drops=self.drops,
         )
 
 
@@ -115,9 +117,9 @@ class _RingAttention(torch.autograd.Function):
         def add(source: int, k: Tensor, v: Tensor) -> None:
             for tile in ring.parts(source):
                 rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-                seen = ring.seen(tile, source, q_BHQE.device)
+                pairs = ring.pairs(tile, source, q_BHQE)
                 out, lse = attend(
-                    q_BHQE[:, :, rows], k[:, :, keys], v[:, :, keys], ring.scale, tile.kind == "causal", seen
+                    q_BHQE[:, :, rows], k[:, :, keys], v[:, :, keys], ring.scale, tile.kind == "causal", pairs
                 )
                 parts.add(tile, out, lse)
 
@@ -142,10 +144,10 @@ class _RingAttention(torch.autograd.Function):
             grad_k, grad_v = torch.zeros_like(k, dtype=full), torch.zeros_like(v, dtype=full)
             for tile in ring.parts(source):
                 rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-                seen = ring.seen(tile, source, q.device)
+                pairs = ring.pairs(tile, source, q)
                 dq, dk, dv = attend_backward(
                     grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys],
-                    out[:, :, rows], lse[:, :, rows], ring.scale, tile.kind == "causal", seen,
+                    out[:, :, rows], lse[:, :, rows], ring.scale, tile.kind == "causal", pairs,
                 )  # fmt: skip
                 grad_q[:, :, rows] += dq
                 grad_k[:, :, keys] += dk
@@ -197,7 +199,16 @@ def ring_of(
     rule: Rule,
     scale: float,
     documents_BT: Tensor | None = None,
+    drops: Drops | None = None,
 ) -> Ring:
     """Return the ring of ``group``; ``runs`` of each of its coordinates."""
     index = 0 if group is None else group.rank()
-    return Ring(group=group, index=index, runs=tuple(runs), rule=rule, scale=scale, documents_BT=documents_BT)
+    return Ring(
+        group=group,
+        index=index,
+        runs=tuple(runs),
+        rule=rule,
+        scale=scale,
+        documents_BT=documents_BT,
+        drops=drops,
+    )
