@@ -19,7 +19,7 @@ from typing import Final, Literal, TypeAlias
 from meshwright.model.randomness import drops_probabilities, drops_residual
 from meshwright.model.spec import BlockSpec, ModelSpec, MoESpec
 
-AttentionKernel: TypeAlias = Literal["flash", "math"]
+AttentionKernel: TypeAlias = Literal["flash", "math", "parts"]
 Along: TypeAlias = Literal["tp", "sequence", "column_input"]
 
 _FP32: Final = 4
@@ -100,12 +100,14 @@ def saved_activations(
         micro_batch: sequences.
         compute_bytes: bytes of the compute dtype (fp32 4, bf16 2, fp64 8).
         attention: "flash" for any fused kernel (keeps q, k, v, output, log-sum-exp), "math" for scores in
-            memory. Families that transformers runs unfused (BLOOM, soft-capped Gemma-2) always keep scores.
+            memory, "parts" for attention over a context axis (``parallel.ring``), which keeps what a fused kernel does
+            and makes masks and dropped scores again. Families that transformers runs unfused (BLOOM, soft-capped
+            Gemma-2) always keep scores.
         residual_bytes: bytes of the residual stream; 4 under autocast, by default the compute dtype's.
         mask_bytes: bytes per element of a dropout mask: 1 on a GPU; a CPU keeps the noise in the compute dtype.
 
     Excluded: parameters, the cos/sin tables (shared by all blocks), weight casts of autocast. With dropout on the
-    attention probabilities attention is not fused (``parallel.dropout``), whatever ``attention`` says.
+    attention probabilities attention is not fused (``parallel.dropout``), unless ``attention`` is "parts".
     Expert inputs are counted at perfect balance.
     """
     z = _Sizes(micro_batch * seq_len, seq_len, compute_bytes, residual_bytes or compute_bytes)
@@ -181,7 +183,9 @@ def _attention(
     if a.qk_norm:
         yield from _norm(spec, z, "query norm", a.head_dim, z.c, a.num_heads, "tp")
         yield from _norm(spec, z, "key norm", a.head_dim, z.c, a.num_kv_heads, "tp")
-    if drops_probabilities(spec):
+    if kernel == "parts":
+        yield from _fused(spec, block, z, masks=False)
+    elif drops_probabilities(spec):
         yield from _dropped(spec, z)
     else:
         yield from (_scores(spec, z) if unfused else _fused(spec, block, z))
@@ -228,15 +232,15 @@ def _latent_inputs(spec: ModelSpec, z: _Sizes) -> Iterable[SavedTensor]:
     )
 
 
-def _fused(spec: ModelSpec, block: BlockSpec, z: _Sizes) -> Iterable[SavedTensor]:
-    """Keep q, k, v, output and log-sum-exp, as a fused kernel does.
+def _fused(spec: ModelSpec, block: BlockSpec, z: _Sizes, masks: bool = True) -> Iterable[SavedTensor]:
+    """Keep q, k, v, output and log-sum-exp, as a fused kernel does; ``masks``: a window is a mask in memory.
 
     With a mask (a sliding window not longer than the sequence) transformers repeats keys and values to all
     heads before the kernel, and the kernel keeps the mask as numbers; without one it takes grouped heads.
     """
     a = spec.attention
     q, out = a.num_heads * a.head_dim, a.num_heads * a.value_head_dim
-    masked = block.sliding_window is not None and z.seq_len >= block.sliding_window
+    masked = masks and block.sliding_window is not None and z.seq_len >= block.sliding_window
     heads = a.num_heads if masked or a.kind == "mla" else a.num_kv_heads
     keys, values = heads * a.head_dim, heads * a.value_head_dim
     again = 0

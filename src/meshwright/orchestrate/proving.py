@@ -158,7 +158,7 @@ def run_proof(
     """
     rate = Rate(name="constant", peak=optimizer.lr, warmup_steps=0, total_steps=steps)
     batch = plan.batch
-    data = list(batches) if batches is not None else _batches(plan, spec, steps, seed, valid, packed)
+    data = list(batches) if batches is not None else synthetic_batches(plan, spec, steps, seed, valid, packed)
     folder = tempfile.mkdtemp(prefix="meshwright-prove-")
     try:
         recipe = Recipe(
@@ -226,9 +226,10 @@ def run_proof(
     return result
 
 
-def _batches(
+def synthetic_batches(
     plan: Plan, spec: ModelSpec, steps: int, seed: int, valid: str, packed: bool
 ) -> list[TokenBatch]:
+    """Return a proof's global batches, [G, T] each; ``packed``: with the positions of several documents in a row."""
     batch = plan.batch
     out: list[TokenBatch] = []
     for k in range(steps):

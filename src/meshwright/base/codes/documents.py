@@ -102,17 +102,6 @@ pretrained weights that bring another, is refused by comparing the files. Severa
 one trained on the first of them would not fit the others.""",
     ),
     CodeInfo(
-        code="E649",
-        title="Packed documents and context parallelism do not go together yet",
-        kind="code",
-        why="the ring and the exchange of heads attend causally over a whole sequence, across the borders of documents",
-        needs="cp = 1 with data.rows pack",
-        do="set cp=1, or data.rows pad or stream",
-        page="""Packed documents travel with positions that begin again at each of them, and attention is masked by
-document. The kernels of context parallelism do not take that mask. One document a row (data.rows: pad) and a stream
-need no mask and run with cp.""",
-    ),
-    CodeInfo(
         code="E650",
         title="The folder of built documents is incomplete or damaged",
         kind="input",
