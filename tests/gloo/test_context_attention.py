@@ -25,8 +25,8 @@ def _cut(
 
     from meshwright.layout.context import padded_length, runs
     from meshwright.layout.parse import parse_layout
-    from meshwright.parallel.attend import Rule, positions_of, visible
     from meshwright.parallel.ring import ring_attention, ring_of
+    from meshwright.parallel.tiles import Rule, positions_of, visible
     from meshwright.parallel.ulysses import ulysses_attention
 
     padded = padded_length(parse_layout(f"cp={world},cp_style={style}"), length)
@@ -121,9 +121,9 @@ def _volumes(rank: int, world: int, style: str) -> list[tuple[str, int]]:
     import torch.distributed as dist
 
     from meshwright.layout.context import runs
-    from meshwright.parallel.attend import Rule
     from meshwright.parallel.record import CollectiveRecorder
     from meshwright.parallel.ring import ring_attention, ring_of
+    from meshwright.parallel.tiles import Rule
     from meshwright.parallel.ulysses import ulysses_attention
 
     group = dist.group.WORLD

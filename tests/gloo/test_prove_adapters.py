@@ -125,7 +125,7 @@ BEHIND = AdapterSpec(kind="lora", rank=2, alpha=4.0, targets=("o_proj", "down_pr
 )
 @pytest.mark.parametrize("adapter", [LORA, BEFORE, BEHIND], ids=["all", "keys", "behind attention"])
 def test_context_axis(pool, layout, adapter):
-    """Gradients of the factors are sums over cp; the ring sends back from the first layer that trains before attention."""
+    """Gradients of the factors are sums over cp; the ring sends back from the first layer with one before attention."""
     holds(prove(pool, layout, config=SMALL, adapter=adapter, steps=2, packed=adapter is BEFORE))
 
 

@@ -49,7 +49,13 @@ def test_families(pool: Any, config: dict[str, Any], layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "seq_len"),
-    [("cp=4", 27), ("cp=2", 31), ("cp=4,cp_style=ulysses", 30), ("cp=2,tp=2", 29), ("cp=2,cp_style=ulysses", 5)],
+    [
+        ("cp=4", 27),
+        ("cp=2", 31),
+        ("cp=4,cp_style=ulysses", 30),
+        ("cp=2,tp=2", 29),
+        ("cp=2,cp_style=ulysses", 5),
+    ],
 )
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=lambda c: c["model_type"])
 def test_h71_packed_rows_that_do_not_split_are_padded(
@@ -61,7 +67,9 @@ def test_h71_packed_rows_that_do_not_split_are_padded(
     proven(pool, layout, config=config, packed=True, seq_len=seq_len, steps=1)
 
 
-@pytest.mark.parametrize("layout", ["cp=2,cp_style=ulysses", "cp=2,recompute=full", "cp=2,pp=2", "dp=2", "tp=2,sp=off"])
+@pytest.mark.parametrize(
+    "layout", ["cp=2,cp_style=ulysses", "cp=2,recompute=full", "cp=2,pp=2", "dp=2", "tp=2,sp=off"]
+)
 def test_packed_rows_with_dropout(pool: Any, layout: str) -> None:
     config = GPT2 | {"n_layer": 4, "resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.3}
     proven(pool, layout, config=config, packed=True, seq_len=27)

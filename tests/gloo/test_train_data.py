@@ -10,7 +10,6 @@ import pytest
 from test_train_runs import CLUSTER, CONFIG
 
 from chat_data import chat_tokenizer, conversations, write_jsonl
-from meshwright.base.errors import MeshwrightError
 from meshwright.config.load import load_run
 from meshwright.config.resolve import resolve
 from meshwright.orchestrate.training import train_command

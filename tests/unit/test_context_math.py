@@ -15,10 +15,13 @@ from torch.nn import functional as F
 from meshwright.layout.context import kv_heads_sent, local_length, padded_length, runs
 from meshwright.layout.parse import parse_layout
 from meshwright.parallel import attend as maths
-from meshwright.parallel.attend import Parts, Rule, Tile, attend, positions_of, tiles, visible
+from meshwright.parallel import tiles as geometry
+from meshwright.parallel.attend import Parts, attend
 from meshwright.parallel.context import ContextAxis, local_batch
+from meshwright.parallel.dropout import Drops
 from meshwright.parallel.loss import IGNORE
 from meshwright.parallel.ring import ring_attention, ring_of
+from meshwright.parallel.tiles import Rule, Tile, positions_of, tiles, visible
 
 CPU = torch.device("cpu")
 
@@ -53,7 +56,7 @@ def test_tiles_cover_each_visible_pair_once(rule: Rule, cp: int) -> None:
         q_at, k_at = positions_of(q_runs, CPU), positions_of(k_runs, CPU)
         want = visible(q_at, k_at, rule, None, None)[0, 0]
         got = torch.zeros_like(want, dtype=torch.int64)
-        for t in tiles(q_runs, k_runs, rule, False):
+        for t in tiles(q_runs, k_runs, rule):
             block = torch.ones(t.q1 - t.q0, t.k1 - t.k0, dtype=torch.int64)
             if t.kind == "causal":
                 block = block.tril()
@@ -69,7 +72,7 @@ def test_zigzag_is_balanced_one_kernel_call_for_each_other_rank() -> None:
     for mine in range(cp):
         area = 0
         for theirs in range(cp):
-            found = tiles(runs("ring", cp, mine, length), runs("ring", cp, theirs, length), Rule(), False)
+            found = tiles(runs("ring", cp, mine, length), runs("ring", cp, theirs, length), Rule())
             assert len(found) == 1
             (t,) = found
             area += (t.q1 - t.q0) * (t.k1 - t.k0)
@@ -78,8 +81,8 @@ def test_zigzag_is_balanced_one_kernel_call_for_each_other_rank() -> None:
 
 
 def test_a_window_skips_what_is_too_far_behind() -> None:
-    assert tiles(((24, 4),), ((0, 4),), Rule(window=8), False) == ()
-    assert tiles(((4, 4),), ((0, 4),), Rule(window=8), False) == (Tile(0, 4, 0, 4, "full"),)
+    assert tiles(((24, 4),), ((0, 4),), Rule(window=8)) == ()
+    assert tiles(((4, 4),), ((0, 4),), Rule(window=8)) == (Tile(0, 4, 0, 4, "full"),)
 
 
 def test_h65_merging_is_safe_and_exact() -> None:
@@ -233,3 +236,53 @@ def test_h75_a_document_is_blind_to_the_one_before_it() -> None:
     other_v[:, :, 2] -= 3
     assert torch.equal(out(k, v)[:, :, 4:], out(other_k, other_v)[:, :, 4:])
     assert not torch.equal(out(k, v)[:, :, :4], out(other_k, other_v)[:, :, :4])
+
+
+def _documents(rows: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return (torch.rand(rows, length, generator=generator) < 0.2).long().cumsum(-1)
+
+
+@pytest.mark.parametrize("rule", [Rule(), Rule(window=3), Rule(causal=False)])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_h75_pieces_of_documents_with_dropout_equal_a_dense_softmax(
+    rule: Rule, dropped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of three positions, two queries at a time: outputs and gradients in float64."""
+    monkeypatch.setattr(geometry, "LEAST_PIECE", 3)
+    for name in ("ROWS_AT_ONCE", "DRAWN_AT_ONCE"):
+        monkeypatch.setattr(maths, name, 2 * 4 * 3 * 2)
+    length, documents = 23, _documents(2, 23)
+    q, k, v, g = (torch.randn(2, h, length, 4, dtype=torch.float64).requires_grad_() for h in (4, 2, 2, 4))
+    drops = Drops(torch.tensor([3, 99]), 0.4, 5, length) if dropped else None
+    at = torch.arange(length)
+    seen = visible(at, at, rule, documents, documents)
+    scores = (q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.3).masked_fill(~seen, -math.inf)
+    share = scores.softmax(-1)
+    if drops is not None:
+        share = share * drops.kept(4, at, at) / 0.6
+    want = torch.autograd.grad((share @ v.repeat_interleave(2, 1) * g.detach()).sum(), (q, k, v))
+    ring = ring_of(None, [((0, length),)], rule, 0.3, documents, drops)
+    out = ring_attention(q, k, v, ring)
+    assert (out - share @ v.repeat_interleave(2, 1)).abs().max() < 1e-12
+    got = torch.autograd.grad((out * g.detach()).sum(), (q, k, v))
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
+
+
+def test_pieces_without_a_common_document_are_skipped_and_those_inside_one_need_no_mask() -> None:
+    length = 16 * geometry.LEAST_PIECE
+    documents = (torch.arange(length) // (4 * geometry.LEAST_PIECE))[None].expand(2, -1)
+    found = ring_of(None, [((0, length),)], Rule(), 1.0, documents).parts(0)
+    assert {t.kind for t in found} == {"full", "causal"}
+    area = sum((t.q1 - t.q0) * (t.k1 - t.k0) for t in found)
+    assert (
+        area == 4 * 10 * geometry.LEAST_PIECE**2
+    )  # four triangles of four pieces, of 16 x 17 / 2 = 136 pieces
+    shifted = torch.stack([documents[0], (torch.arange(length) + 1) // (4 * geometry.LEAST_PIECE)])
+    assert "masked" in {t.kind for t in ring_of(None, [((0, length),)], Rule(), 1.0, shifted).parts(0)}
+
+
+def test_a_long_sequence_has_few_pieces() -> None:
+    assert len(geometry.pieces(((0, 2**20),), 2**20)) == geometry.MOST_PIECES
+    assert geometry.pieces(((5, 7), (40, 3)), 64) == ((5, 7), (40, 3))
+    assert geometry.pieces(((0, 300),), 300) == ((0, 128), (128, 128), (256, 44))

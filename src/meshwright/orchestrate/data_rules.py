@@ -12,7 +12,7 @@ from meshwright.train.data import TokenData, check_data
 
 
 def data_problems(data: DataSettings, spec: ModelSpec | None, layout: Layout | None) -> list[Problem]:
-    """Return E654 where documents are packed and the model cannot have that, else W640 where that takes a mask.
+    """Return E654 where documents are packed and the model cannot have that, else what it costs (W640, W656).
 
     Raises:
         MeshwrightError: what is wrong with the sources themselves.
@@ -22,7 +22,10 @@ def data_problems(data: DataSettings, spec: ModelSpec | None, layout: Layout | N
         return []
     where = "data.rows" if data.rows is not None else "data.rows (pack follows from the records)"
     problems = [] if spec is None else packing_problems(spec, where)
-    if layout is not None and layout.cp == 1 and not problems:
+    if layout is not None and layout.cp > 1 and not problems:
+        found = f"packed documents of {data.seq_len} places over cp = {layout.cp}"
+        problems.append(problem("W656", where=where, found=found))
+    elif layout is not None and not problems:
         mask = layout.micro_batch * data.seq_len**2
         problems.append(
             problem(

@@ -5,8 +5,7 @@ of exponentials. Two parts make l = log(exp(l1) + exp(l2)) and o = exp(l1 - l) o
 the range of the numbers. Backward of a part needs only the *final* o and l: with p = exp(s - l) the scores' gradient
 is p (dO v' - rowsum(dO o)), and gradients of queries and keys are sums over parts.
 
-Which part sees what follows from the positions (``tiles``): a stretch of queries sees all of an earlier stretch of
-keys, none of a later one, and of its own what is not ahead. Only a window's edge or documents need a mask.
+Which part sees what follows from the positions (``parallel.tiles``).
 
 With dropout o is the sum of the shares that are left, scaled by 1 / (1 - p), times their values; l is that of all shares,
 so parts add up as before. Backward: the gradient of a share that was dropped is 0, of the others dO v' / (1 - p).
@@ -18,113 +17,19 @@ never expanded: query head h reads key/value head h // (H / K).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from meshwright.layout.context import Run
+from meshwright.parallel.tiles import Tile
 
 ROWS_AT_ONCE = 2**24
 """Largest number of scores that the plain kernel holds at once (B x H x queries x S)."""
 
 DRAWN_AT_ONCE = 2**21
 """The same with dropout, whose masks are made of 64-bit numbers, several to each score."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Which pairs of positions see each other.
-
-    Attributes:
-        causal: a query sees no later key.
-        window: a query sees keys less than this many positions before it; None for all.
-    """
-
-    causal: bool = True
-    window: int | None = None
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A rectangle of local queries [q0, q1) and local keys [k0, k1) with one kind of mask.
-
-    ``full``: every pair; ``causal``: as many queries as keys, at the same positions; ``masked``: by position.
-    """
-
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-    kind: Literal["full", "causal", "masked"]
-
-
-def tiles(q_runs: Sequence[Run], k_runs: Sequence[Run], rule: Rule, documents: bool) -> tuple[Tile, ...]:
-    """Return the rectangles of the scores that are not all hidden; each pair that may be seen is in exactly one.
-
-    ``documents``: pairs may also be hidden by document, so that every tile needs its mask.
-    """
-    if rule.causal and rule.window is None and not documents and tuple(q_runs) == tuple(k_runs):
-        length = sum(n for _, n in q_runs)
-        return (Tile(0, length, 0, length, "causal"),)
-    found: list[Tile] = []
-    q0 = 0
-    for q_start, q_len in q_runs:
-        k0 = 0
-        for k_start, k_len in k_runs:
-            kind = _kind((q_start, q_len), (k_start, k_len), rule, documents)
-            if kind is not None:
-                _add(found, Tile(q0, q0 + q_len, k0, k0 + k_len, kind))
-            k0 += k_len
-        q0 += q_len
-    return tuple(found)
-
-
-def _kind(q: Run, k: Run, rule: Rule, documents: bool) -> Literal["full", "causal", "masked"] | None:
-    nearest, farthest = q[0] - (k[0] + k[1] - 1), q[0] + q[1] - 1 - k[0]  # smallest and largest query - key
-    if rule.causal and farthest < 0:
-        return None
-    if rule.window is not None and nearest >= rule.window:
-        return None
-    cut = rule.window is not None and farthest >= rule.window
-    if documents or cut:
-        return "masked"
-    if not rule.causal or nearest >= 0:
-        return "full"
-    return "causal" if q == k else "masked"
-
-
-def _add(found: list[Tile], new: Tile) -> None:
-    """Append ``new``, joined with an earlier full tile of the same queries or of the same keys beside it."""
-    for i, old in enumerate(found):
-        beside = (old.q0, old.q1, old.k1) == (new.q0, new.q1, new.k0)
-        below = (old.k0, old.k1, old.q1) == (new.k0, new.k1, new.q0)
-        if old.kind == new.kind == "full" and (beside or below):
-            found.pop(i)
-            return _add(found, Tile(old.q0, new.q1, old.k0, new.k1, "full"))
-    found.append(new)
-
-
-def positions_of(runs: Sequence[Run], device: torch.device) -> Tensor:
-    """Return the positions of ``runs`` in order, int64 [sum of lengths]."""
-    return torch.cat([torch.arange(start, start + n, device=device) for start, n in runs])
-
-
-def visible(
-    q_at_Q: Tensor, k_at_S: Tensor, rule: Rule, q_docs_BQ: Tensor | None, k_docs_BS: Tensor | None
-) -> Tensor:
-    """Return which keys each query sees, bool [1 or B, 1, Q, S]."""
-    ahead_QS = q_at_Q[:, None] - k_at_S[None, :]
-    seen_QS = torch.ones_like(ahead_QS, dtype=torch.bool)
-    if rule.causal:
-        seen_QS &= ahead_QS >= 0
-    if rule.window is not None:
-        seen_QS &= ahead_QS < rule.window
-    if q_docs_BQ is None or k_docs_BS is None:
-        return seen_QS[None, None]
-    return seen_QS[None, None] & (q_docs_BQ[:, None, :, None] == k_docs_BS[:, None, None, :])
 
 
 class Pairs(Protocol):

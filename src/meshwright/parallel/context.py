@@ -29,10 +29,10 @@ from meshwright.base.errors import MeshwrightError, problem
 from meshwright.layout.context import Run, padded_length, runs
 from meshwright.mesh.device_mesh import MeshView
 from meshwright.model.spec import ModelSpec
-from meshwright.parallel.attend import Rule, positions_of
 from meshwright.parallel.dropout import ATTRIBUTE as PLACE
 from meshwright.parallel.dropout import Drops, Place
 from meshwright.parallel.ring import ring_attention, ring_of
+from meshwright.parallel.tiles import Rule, positions_of
 from meshwright.parallel.ulysses import ulysses_attention
 
 NAME = "meshwright_context"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from meshwright.parallel.attend import Rule, visible
 from meshwright.parallel.dropout import Drops, apply_mask
+from meshwright.parallel.tiles import Rule, visible
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,17 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.layout.context import Run
-from meshwright.parallel.attend import (
-    Parts,
-    Rule,
-    Tile,
-    attend,
-    attend_backward,
-    positions_of,
-    tiles,
-)
+from meshwright.parallel.attend import Parts, attend, attend_backward
 from meshwright.parallel.dropout import Drops
 from meshwright.parallel.pairs import TilePairs
+from meshwright.parallel.tiles import Rule, Tile, pieces, positions_of, tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +33,8 @@ class Ring:
         runs: of each coordinate, the stretches it holds.
         rule: which positions see each other.
         scale: factor on the scores.
-        documents_BT: document of each position of the whole sequence, [B, T], or None; only equal ones see each other.
+        documents_BT: document of each position of the whole sequence, [B, T], ascending along a row, or None; only
+            equal ones see each other.
         drops: dropout of attention probabilities, or None.
     """
 
@@ -58,7 +53,25 @@ class Ring:
 
     def parts(self, source: int) -> tuple[Tile, ...]:
         """Return the tiles of this rank's queries and the keys of coordinate ``source``."""
-        return tiles(self.runs[self.index], self.runs[source], self.rule, self.documents_BT is not None)
+        mine, theirs = self.runs[self.index], self.runs[source]
+        if self.documents_BT is None:
+            return tiles(mine, theirs, self.rule)
+        held = self._documents
+        length = self.documents_BT.shape[1]
+        return tiles(pieces(mine, length), pieces(theirs, length), self.rule, held.__getitem__)
+
+    @cached_property
+    def _documents(self) -> dict[Run, tuple[tuple[int, int], ...]]:
+        """First and last document of every piece, row by row. Reads them from the device once."""
+        assert self.documents_BT is not None
+        length = self.documents_BT.shape[1]
+        every = [piece for runs in self.runs for piece in pieces(runs, length)]
+        at = torch.tensor([(start, start + n - 1) for start, n in every], device=self.documents_BT.device)
+        edges = self.documents_BT[:, at.view(-1)].view(-1, len(every), 2).transpose(0, 1).tolist()
+        return {
+            piece: tuple((first, last) for first, last in rows)
+            for piece, rows in zip(every, edges, strict=True)
+        }
 
     def pairs(self, tile: Tile, source: int, q_BHQE: Tensor) -> TilePairs | None:
         """Return the pairs of a tile that needs a mask, or whose shares are dropped."""

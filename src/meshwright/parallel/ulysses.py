@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.layout.context import kv_heads_sent
-from meshwright.parallel.attend import Rule
 from meshwright.parallel.dropout import Drops
 from meshwright.parallel.ring import ring_attention, ring_of
+from meshwright.parallel.tiles import Rule
 
 
 def _swap(parts_nX: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -25,10 +25,10 @@ none; fused experts (one three-dimensional tensor for all experts): E285.""",
         why="all experts of a mixture are one three-dimensional tensor, which peft adapts by its name, not as a layer",
         needs="targets among the linear layers of the blocks: attention, dense and shared feed-forward",
         do="leave the experts out of adapter.targets; with ep they are spread, frozen as they are",
-        page="""transformers keeps a mixture's experts in two parameters, gate_up_proj and down_proj, of [experts, out, in].
+        page="""transformers keeps a mixture's experts in two parameters, gate_up_proj and down_proj, [experts, out, in].
 peft adapts such parameters by adding to the whole tensor in every forward; its factors of all experts are in one matrix,
-whose columns would have to be cut over ep, tp and ZeRO otherwise than those of a layer. Adapters of all other matrices run
-with every axis, ep among them: the experts stay frozen and are exchanged with as before.""",
+whose columns would have to be cut over ep, tp and ZeRO otherwise than those of a layer. Adapters of all other matrices
+run with every axis, ep among them: the experts stay frozen and exchange tokens as before.""",
     ),
     CodeInfo(
         code="E272",

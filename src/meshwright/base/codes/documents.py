@@ -1,4 +1,4 @@
-"""Codes about sources, chat templates, rows of documents and built documents (E640-E654)."""
+"""Codes about sources, chat templates, rows of documents and built documents (E640-E656)."""
 
 from __future__ import annotations
 
@@ -157,5 +157,16 @@ losses and gradients of its documents apart is tested for each family that is al
         do="set data.rows to pad (one document a row) where documents are about as long as data.seq_len",
         page="""A row of several documents is attended under a mask of one byte for each pair of places. It is the same
 for all heads and layers of a micro-batch. The prediction of memory and time does not know it.""",
+    ),
+    CodeInfo(
+        code="W656",
+        title="Packed documents over a context axis leave the fused kernel in part",
+        kind="cost",
+        why="kernels that give a log-sum-exp take no mask, so pieces in which documents meet are multiplied out",
+        do="set data.rows to pad (one document a row) where documents are about as long as data.seq_len",
+        page="""Rows are attended to in pieces of 1/64 of their length, at least 128 positions. Pieces without a common
+document are skipped and those inside one take the device's fused kernel; where documents meet, scores are made some
+queries at a time, with a mask that is never whole. The fewer documents to a row, the fewer such pieces. The prediction of
+time counts all of a row as one document.""",
     ),
 )

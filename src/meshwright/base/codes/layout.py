@@ -329,8 +329,8 @@ too, and over cp there would be nothing to hold it against.""",
         needs="causal attention, with or without a sliding window, without masks of its own",
         do="cp=1",
         page="""With cp above 1 the attention of the model is taken over through transformers' attention interface. What a
-query sees follows from positions and documents; every other argument that a model hands to its attention is refused, unless it is
-known to change nothing in training.""",
+query sees follows from positions and documents; every other argument that a model hands to its attention is refused,
+unless it is known to change nothing in training.""",
     ),
     CodeInfo(
         code="E265",
