@@ -134,7 +134,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None], device_type:
             "max_norm": task.max_norm,
             "scale": scale,
             "on_gradients": on_gradients,
-            "positions_ABT": None if positions_GT is None else positions_GT[rows],
+            "positions_ABT": None if positions_GT is None else positions_GT[rows].to(view.device),
         }
         if context is not None:
             with context:
