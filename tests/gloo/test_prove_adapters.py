@@ -110,20 +110,27 @@ BEFORE = AdapterSpec(kind="lora", rank=2, alpha=4.0, targets=("k_proj",))
 BEHIND = AdapterSpec(kind="lora", rank=2, alpha=4.0, targets=("o_proj", "down_proj"))
 
 
+CONTEXT = [
+    "cp=2",
+    "cp=2,cp_style=ulysses",
+    "cp=4,zero=3",
+    "cp=2,dp=2,zero=2",
+    "cp=2,recompute=full",
+    "cp=2,cp_style=ulysses,recompute=selective",
+    "cp=2,tp=2",
+    "cp=2,pp=2,dp=2,zero=1,schedule=zb-h1",
+]
+
+
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "adapter"),
     [
-        "cp=2",
-        "cp=2,cp_style=ulysses",
-        "cp=4,zero=3",
-        "cp=2,dp=2,zero=2",
-        "cp=2,tp=2",
-        "cp=2,pp=2,dp=2,zero=1,schedule=zb-h1",
-        "cp=2,recompute=full",
-        "cp=2,cp_style=ulysses,recompute=selective",
+        *((layout, LORA) for layout in CONTEXT),
+        *((layout, BEFORE) for layout in CONTEXT[:6]),
+        *((layout, BEHIND) for layout in CONTEXT[:6]),
     ],
+    ids=str,
 )
-@pytest.mark.parametrize("adapter", [LORA, BEFORE, BEHIND], ids=["all", "keys", "behind attention"])
 def test_context_axis(pool, layout, adapter):
     """Gradients of the factors are sums over cp; the ring sends back from the first layer with one before attention."""
     holds(prove(pool, layout, config=SMALL, adapter=adapter, steps=2, packed=adapter is BEFORE))

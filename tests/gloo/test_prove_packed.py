@@ -40,8 +40,8 @@ def test_h75_h62_packed_rows_in_every_layout(pool: Any, layout: str) -> None:
     assert result["notes"] == ["rows are packed: documents do not see each other"]
 
 
-@pytest.mark.parametrize("layout", ["cp=2", "cp=2,cp_style=ulysses", "dp=2,zero=1"])
 @pytest.mark.parametrize("config", [MISTRAL, GPT2, PHI3, MIXTRAL, LLAMA], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize("layout", ["cp=2", "cp=2,cp_style=ulysses", "dp=2,zero=1"])
 def test_families(pool: Any, config: dict[str, Any], layout: str) -> None:
     """Windows of five positions inside documents, learned positions that begin again, fused matrices, experts."""
     proven(pool, layout, config=config, packed=True, steps=1)
@@ -75,6 +75,7 @@ def test_packed_rows_with_dropout(pool: Any, layout: str) -> None:
     proven(pool, layout, config=config, packed=True, seq_len=27)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["cp=2,dp=2,ep=2,zero=1", "dp=2,ep=2"])
 def test_packed_rows_with_experts(pool: Any, layout: str) -> None:
     proven(pool, layout, config=MIXTRAL, packed=True)

@@ -49,6 +49,9 @@ def losses(records: list[dict[str, Any]]) -> list[tuple[float, float, int]]:
     return [(r["loss"], r["grad_norm"], r["valid_tokens"]) for r in records]
 
 
+ULYSSES = pytest.param("cp=2,cp_style=ulysses", marks=pytest.mark.slow)
+
+
 def equal(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> None:
     assert len(one) == len(two)
     for a, b in zip(losses(one), losses(two), strict=True):
@@ -58,7 +61,7 @@ def equal(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> None:
     assert one[-1]["eval_loss"] == pytest.approx(two[-1]["eval_loss"], rel=1e-9)
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "pp=2", "tp=2", "dp=2,zero=3", "cp=2", "cp=2,cp_style=ulysses"])
+@pytest.mark.parametrize("layout", ["dp=2", "pp=2", "tp=2", "dp=2,zero=3", "cp=2", ULYSSES])
 def test_h152_h62_packed_conversations_train_alike_in_every_layout(folder: Path, layout: str) -> None:
     """H152: a rank's rows follow its data coordinate; H62: later stages know the documents. Losses in float64."""
     alone = train(folder, "dp=1,precision=fp64", "one")
