@@ -8,6 +8,9 @@ import pytest
 from proofs import prove
 from test_prove_context import GPT2, LLAMA, MISTRAL, MIXTRAL, PHI3, QWEN3, proven
 
+from meshwright.layout.parse import parse_layout
+from meshwright.prove.ladder import Rung, climb
+
 pytestmark = pytest.mark.gloo
 
 LAYOUTS = [
@@ -79,6 +82,27 @@ def test_packed_rows_with_dropout(pool: Any, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["cp=2,dp=2,ep=2,zero=1", "dp=2,ep=2"])
 def test_packed_rows_with_experts(pool: Any, layout: str) -> None:
     proven(pool, layout, config=MIXTRAL, packed=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["cp=2", "cp=2,cp_style=ulysses,zero=3"])
+@pytest.mark.parametrize("dropped", [0.0, 0.2])
+def test_lower_precision(pool: Any, layout: str, precision: str, dropped: float) -> None:
+    config = GPT2 | {"resid_pdrop": dropped, "attn_pdrop": dropped}
+    proven(pool, layout, config=config, packed=True, precision=precision)
+
+
+@pytest.mark.slow
+def test_the_ladder_of_packed_rows(pool: Any) -> None:
+    """Every rung takes packed rows, the one whose shards are threads of one process too."""
+
+    def at_rung(rung: Rung) -> dict[str, Any]:
+        return prove(pool, rung.layout.text(), config=QWEN3, steps=1, simulated=rung.simulated, packed=True)
+
+    result = climb(parse_layout("dp=2,zero=2,tp=2,cp=2,precision=fp64"), at_rung, lambda line: None)
+    assert result["passed"], result["ladder"]
+    assert any(line["simulated"] for line in result["ladder"])
 
 
 def forgets_documents(model: Any, step: int) -> None:
