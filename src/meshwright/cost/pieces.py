@@ -499,7 +499,7 @@ class Pricer:
             self.seq_len,
             key.micro_batch,
             self.compute_bytes,
-            "parts" if key.cp > 1 else "flash",
+            "flash" if key.cp == 1 else "heads" if key.cp_style == "ulysses" else "parts",
             self._residual_bytes(key),
         )
         return sum(s.num_bytes / share[s.along] for s in saved) / key.cp

@@ -221,11 +221,14 @@ class Parts:
         """Add what the tile's queries saw in it; ``out`` and ``lse`` are left as they are."""
         if not self._seen:
             self._seen = True
-            if (tile.q0, tile.q1) == (0, self.shape[2]):
+            b, h, q, e = self.shape
+            # token first in memory, as the matrix behind attention reads it: one storage serves both
+            self.out_BHQE = out.new_zeros((b, q, h, e), dtype=self.dtype).transpose(1, 2)
+            if (tile.q0, tile.q1) == (0, q):
                 # copies, because they are added to in place: selective recompute keeps the kernel's own outputs
-                self.out_BHQE, self.lse_BHQ = out.to(self.dtype, copy=True), lse.to(self.dtype, copy=True)
+                self.out_BHQE.copy_(out)
+                self.lse_BHQ = lse.to(self.dtype, copy=True)
                 return
-            self.out_BHQE = out.new_zeros(self.shape, dtype=self.dtype)
             self.lse_BHQ = out.new_full(self.shape[:3], -math.inf, dtype=self.dtype)
         rows = slice(tile.q0, tile.q1)
         before = self.lse_BHQ[:, :, rows]

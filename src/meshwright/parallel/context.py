@@ -124,8 +124,6 @@ def use_context(causal_lm: nn.Module, spec: ModelSpec, view: MeshView, seq_len: 
     Raises:
         MeshwrightError: E262 when the model does not take its attention from transformers' registry.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     layout = view.layout
     padded = padded_length(layout, seq_len)
     held = tuple(runs(layout.cp_style, layout.cp, i, padded) for i in range(layout.cp))
@@ -139,6 +137,18 @@ def use_context(causal_lm: nn.Module, spec: ModelSpec, view: MeshView, seq_len: 
         positions=positions,
         position_ids=positions.clamp(max=seq_len - 1)[None],
     )
+    take_over(causal_lm, spec, axis)
+    return axis
+
+
+def take_over(causal_lm: nn.Module, spec: ModelSpec, axis: ContextAxis) -> None:
+    """Make the attention of a whole model that of ``axis``, in place.
+
+    Raises:
+        MeshwrightError: E262 when the model does not take its attention from transformers' registry.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     AttentionInterface.register(NAME, context_attention)
     AttentionMaskInterface.register(NAME, no_mask)
     model: Any = causal_lm
@@ -154,7 +164,6 @@ def use_context(causal_lm: nn.Module, spec: ModelSpec, view: MeshView, seq_len: 
         if tensor.role == "attention_in" and tensor.name.startswith(prefix):
             path = tensor.name.rpartition(".")[0].rpartition(".")[0]
             setattr(causal_lm.get_submodule(path), ATTRIBUTE, axis)
-    return axis
 
 
 def context_attention(
