@@ -25,14 +25,14 @@ CONTEXT = [
     "cp=2",
     "cp=4,cp_style=ulysses",
     "cp=4",
-    "cp=2,cp_style=ulysses",
     "cp=2,tp=2",
     "cp=2,tp=2,cp_style=ulysses,sp=off",
+    "cp=2,cp_style=ulysses",
     "cp=2,dp=2,zero=3",
     "cp=2,pp=2,schedule=zbv,chunks=2",
-    "cp=2,recompute=full",
-    "cp=2,cp_style=ulysses,recompute=selective",
     "cp=2,dp=2,zero=1,pp=2,micro_batch=2",
+    "cp=2,cp_style=ulysses,recompute=selective",
+    "cp=2,recompute=full",
 ]
 
 
