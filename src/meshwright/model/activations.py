@@ -237,7 +237,7 @@ def _latent_inputs(spec: ModelSpec, z: _Sizes) -> Iterable[SavedTensor]:
 
 
 def _fused(spec: ModelSpec, block: BlockSpec, z: _Sizes, masks: bool = True) -> Iterable[SavedTensor]:
-    """Keep q, k, v, output and log-sum-exp, as a fused kernel does; ``masks`` False: over a context axis, where none is whole.
+    """Keep q, k, v, output and log-sum-exp, as a fused kernel does; no ``masks``: none is whole over a context axis.
 
     With a mask (a sliding window not longer than the sequence) transformers repeats keys and values to all
     heads before the kernel, and the kernel keeps the mask as numbers; without one it takes grouped heads.
