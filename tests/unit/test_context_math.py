@@ -20,7 +20,7 @@ from meshwright.parallel.attend import Parts, attend
 from meshwright.parallel.context import ContextAxis, local_batch
 from meshwright.parallel.dropout import Drops
 from meshwright.parallel.loss import IGNORE
-from meshwright.parallel.ring import ring_attention, ring_of
+from meshwright.parallel.ring import Ring, ring_attention, ring_of
 from meshwright.parallel.tiles import Rule, Tile, positions_of, tiles, visible
 
 CPU = torch.device("cpu")
@@ -45,6 +45,35 @@ def test_lengths_also_divide_over_the_tensor_axis() -> None:
     assert padded_length(parse_layout("cp=2,tp=4"), 17) == 24
     assert padded_length(parse_layout("cp=2,tp=4,sp=off"), 17) == 20
     assert padded_length(parse_layout("tp=4"), 17) == 17
+
+
+@pytest.mark.parametrize("rule", [Rule(), Rule(window=5)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tiles_of_documents_cover_each_visible_pair_once(
+    rule: Rule, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a batch with borders of their own: a tile is left out, or goes without a mask, only where all agree."""
+    monkeypatch.setattr(geometry, "LEAST_PIECE", 2)
+    length, cp = 32, 2
+    documents = _documents(rows, length)
+    held = [runs("ring", cp, i, length) for i in range(cp)]
+    few = 0
+    for mine, theirs in itertools.product(range(cp), repeat=2):
+        ring = Ring(group=None, index=mine, runs=tuple(held), rule=rule, scale=1.0, documents_BT=documents)
+        q_at, k_at = positions_of(held[mine], CPU), positions_of(held[theirs], CPU)
+        want = visible(q_at, k_at, rule, documents[:, q_at], documents[:, k_at])[:, 0]
+        got = torch.zeros_like(want, dtype=torch.int64)
+        for t in ring.parts(theirs):
+            block = want.new_ones(rows, t.q1 - t.q0, t.k1 - t.k0).long()
+            if t.kind == "causal":
+                block = block.tril()
+            elif t.kind == "masked":
+                q, k = q_at[t.q0 : t.q1], k_at[t.k0 : t.k1]
+                block = visible(q, k, rule, documents[:, q], documents[:, k])[:, 0].long()
+            got[:, t.q0 : t.q1, t.k0 : t.k1] += block
+            few += 1
+        assert torch.equal(got, want.long())
+    assert few < 60  # tiles beside each other are one
 
 
 @pytest.mark.parametrize("rule", [Rule(), Rule(causal=False), Rule(window=3), Rule(window=9)])

@@ -45,6 +45,9 @@ class Ring:
     scale: float
     documents_BT: Tensor | None = field(default=None, compare=False)
     drops: Drops | None = field(default=None, compare=False)
+    _parts: dict[int, tuple[Tile, ...]] = field(
+        default_factory=dict[int, tuple[Tile, ...]], init=False, compare=False
+    )
 
     @property
     def size(self) -> int:
@@ -56,9 +59,11 @@ class Ring:
         mine, theirs = self.runs[self.index], self.runs[source]
         if self.documents_BT is None:
             return tiles(mine, theirs, self.rule)
-        held = self._documents
-        length = self.documents_BT.shape[1]
-        return tiles(pieces(mine, length), pieces(theirs, length), self.rule, held.__getitem__)
+        if source not in self._parts:  # forward and backward ask for the same
+            length, held = self.documents_BT.shape[1], self._documents
+            cut = (pieces(mine, length), pieces(theirs, length))
+            self._parts[source] = tiles(*cut, self.rule, held.__getitem__)
+        return self._parts[source]
 
     @cached_property
     def _documents(self) -> dict[Run, tuple[tuple[int, int], ...]]:

@@ -71,14 +71,17 @@ def tiles(
     found: list[Tile] = []
     q0 = 0
     for q in q_runs:
+        row: list[Tile] = []
         k0 = 0
         for k in k_runs:
             kind = _kind(q, k, rule)
             if kind is not None and documents is not None:
                 kind = _within(kind, documents(q), documents(k))
             if kind is not None:
-                _add(found, Tile(q0, q0 + q[1], k0, k0 + k[1], kind))
+                _add(row, Tile(q0, q0 + q[1], k0, k0 + k[1], kind))
             k0 += k[1]
+        for tile in row:
+            _add_below(found, tile)
         q0 += q[1]
     return tuple(found)
 
@@ -112,14 +115,26 @@ def _within(kind: Kind, q: Sequence[tuple[int, int]], k: Sequence[tuple[int, int
     return kind if one else "masked"
 
 
-def _add(found: list[Tile], new: Tile) -> None:
-    """Append ``new``, joined with an earlier full tile of the same queries or of the same keys beside it."""
-    for i, old in enumerate(found):
-        beside = (old.q0, old.q1, old.k1) == (new.q0, new.q1, new.k0)
-        below = (old.k0, old.k1, old.q1) == (new.k0, new.k1, new.q0)
-        if old.kind == new.kind == "full" and (beside or below):
-            found.pop(i)
-            return _add(found, Tile(old.q0, new.q1, old.k0, new.k1, "full"))
+def _add(row: list[Tile], new: Tile) -> None:
+    """Append a tile to those of the same queries, joined with one beside it that is full or masked like it."""
+    last = row[-1] if row else None
+    if last is not None and last.kind == new.kind != "causal" and last.k1 == new.k0:
+        row[-1] = Tile(new.q0, new.q1, last.k0, new.k1, new.kind)
+    else:
+        row.append(new)
+
+
+def _add_below(found: list[Tile], new: Tile) -> None:
+    """Append a tile to those of earlier queries, a full one joined with a full one of the same keys right before."""
+    if new.kind == "full":
+        for i in reversed(range(len(found))):
+            old = found[i]
+            if old.q1 < new.q0:
+                break  # tiles come by their queries: none of these is left
+            if old.kind == "full" and (old.k0, old.k1, old.q1) == (new.k0, new.k1, new.q0):
+                found.pop(i)
+                new = Tile(old.q0, new.q1, new.k0, new.k1, "full")
+                break
     found.append(new)
 
 
