@@ -112,9 +112,9 @@ def test_h107_a_saved_adapter_is_one_devices_in_every_layout(job, tmp_path, layo
     for name, text in (("one", "dp=1"), ("cut", layout)):
         job.run(f"{text},precision=fp64", name, sets=[*LORA, "run.steps=3", "run.eval_every=0"])
         checkpoint = str(job.folder / name / "checkpoints" / "step-3")
-        done = export_command(checkpoint, str(tmp_path / name), check_logits=True)
+        done = export_command(checkpoint, str(tmp_path / f"{name}-adapter"), check_logits=True)
         assert done["check_logits"]["max_abs_diff"] <= done["check_logits"]["tolerance"]
-        saved.append(load_file(tmp_path / name / "adapter_model.safetensors"))
+        saved.append(load_file(tmp_path / f"{name}-adapter" / "adapter_model.safetensors"))
     one, cut = saved
     assert one.keys() == cut.keys()
     for key, want in one.items():
