@@ -100,10 +100,9 @@ EVERYWHERE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "config"),
-    [pytest.param(*case, marks=() if n == 0 else (pytest.mark.slow,)) for n, case in enumerate(EVERYWHERE)],
-    ids=lambda v: v if isinstance(v, str) else v["model_type"],
+    ("layout", "config"), EVERYWHERE, ids=lambda v: v if isinstance(v, str) else v["model_type"]
 )
 def test_h107_a_saved_adapter_is_one_devices_in_every_layout(job, tmp_path, layout, config):
     """H107: the files that peft loads, after training in float64: equal names, shapes and values; and peft loads them."""
