@@ -8,8 +8,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from meshwright.layout.built import CONTEXT_FAMILIES
 from meshwright.model.counts import saved_activation_bytes
+from meshwright.model.randomness import drops_probabilities
 from meshwright.model.read_hf import spec_from_config
+from meshwright.model.spec import ModelSpec
+from meshwright.parallel.context import ContextAxis, take_over
+from meshwright.parallel.dropout import Dropout, use_dropout
 
 MICRO_BATCH, SEQ_LEN, BLOCK = 2, 24, 1
 DTYPE_BYTES = {"fp32": (4, 4), "bf16": (2, 2), "autocast": (2, 4)}
@@ -67,7 +72,18 @@ CASES = [(kind, precision) for kind in CONFIGS for precision in ("fp32", "bf16")
 CASES += [(kind, "autocast") for kind in ("llama", "gpt2", "qwen3", "gemma3_text")]
 
 
-def measured_bytes(kind: str, precision: str, config: dict[str, Any]) -> int:
+def attends_in_parts(model: torch.nn.Module, spec: ModelSpec) -> None:
+    """Give a model the attention of a context axis, of one rank that holds the whole sequence."""
+    if drops_probabilities(spec):
+        dropout = Dropout(0, rows_B=torch.arange(MICRO_BATCH))
+        use_dropout(model, dropout, attends=True)
+    at = torch.arange(SEQ_LEN)
+    group: Any = None
+    axis = ContextAxis(group, "ring", (((0, SEQ_LEN),),), SEQ_LEN, SEQ_LEN, at, at[None])
+    take_over(model, spec, axis)
+
+
+def measured_bytes(kind: str, precision: str, config: dict[str, Any], in_parts: bool = False) -> int:
     """Bytes of the unique storages that one block's forward saves, weights and their casts left out."""
     torch.manual_seed(0)
     theirs = AutoConfig.for_model(kind, use_cache=False, **config)
@@ -75,6 +91,8 @@ def measured_bytes(kind: str, precision: str, config: dict[str, Any]) -> int:
     if precision == "bf16":
         model = model.to(torch.bfloat16)
     spec = spec_from_config({"model_type": kind, **config}, kind)
+    if in_parts:
+        attends_in_parts(model, spec)
     block = model.get_submodule(spec.paths.blocks)[BLOCK]
     weights = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     cast_shapes = {
@@ -140,3 +158,25 @@ def test_windows_dropout_and_activations(kind: str, extra: dict[str, Any]) -> No
     spec = spec_from_config({"model_type": kind, **config}, kind)
     predicted = saved_activation_bytes(spec, spec.blocks[BLOCK], SEQ_LEN, MICRO_BATCH, 4, mask_bytes=4)
     assert predicted == pytest.approx(measured_bytes(kind, "fp32", config), rel=0.002)
+
+
+PARTS = [(kind, {}, precision) for kind in CONTEXT_FAMILIES for precision in ("fp32", "bf16")]
+PARTS += [("llama", {}, "autocast"), ("gpt2", {}, "autocast")]
+PARTS += [
+    (kind, extra, "fp32")
+    for kind, extra in (("gpt2", {"attn_pdrop": 0.2}), ("qwen2", {"attention_dropout": 0.2}))
+]
+
+
+@pytest.mark.parametrize(("kind", "extra", "precision"), PARTS)
+def test_attention_over_a_context_axis_keeps_no_scores(
+    kind: str, extra: dict[str, Any], precision: str
+) -> None:
+    """Also with windows and with dropout on its probabilities."""
+    config = CONFIGS[kind] | extra
+    spec = spec_from_config({"model_type": kind, **config}, kind)
+    compute, residual = DTYPE_BYTES[precision]
+    predicted = saved_activation_bytes(
+        spec, spec.blocks[BLOCK], SEQ_LEN, MICRO_BATCH, compute, "parts", residual_bytes=residual
+    )
+    assert predicted == pytest.approx(measured_bytes(kind, precision, config, in_parts=True), rel=0.002)

@@ -24,6 +24,7 @@ from meshwright.base.errors import MeshwrightError
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import complete
 from meshwright.mesh.device_mesh import build_mesh
+from meshwright.model.adapters import adapted, parse_adapter
 from meshwright.model.read_hf import spec_from_config
 from meshwright.model.spec import ModelSpec
 from meshwright.orchestrate.proving import proof_plan
@@ -73,6 +74,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 SPECS = {name: spec_from_config(config, name) for name, config in CONFIGS.items()}
+SPECS["gpt2 with dropout"] = spec_from_config(
+    CONFIGS["gpt2 tied"] | {"resid_pdrop": 0.1, "attn_pdrop": 0.2}, "gpt2 with dropout"
+)
+for name in ("llama", "mixtral"):
+    SPECS[f"{name} with LoRA"] = adapted(SPECS[name], parse_adapter("lora:3"))
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
 
 

@@ -10,7 +10,13 @@ from meshwright.mesh.env import RankFacts
 from meshwright.model.adapters import adapted
 from meshwright.model.read_hf import read_model, spec_from_config
 from meshwright.model.spec import AdapterSpec
-from meshwright.orchestrate.proving import DEFAULT_SEQ_LEN, ProofOptimizer, proof_plan, run_proof
+from meshwright.orchestrate.proving import (
+    DEFAULT_SEQ_LEN,
+    ProofOptimizer,
+    proof_plan,
+    run_proof,
+    synthetic_batches,
+)
 
 TINY = "recipes/models/tiny-llama"
 
@@ -49,13 +55,21 @@ def prove(
     optimizer: Any = None,
     max_norm: float | None = 1.0,
     simulated: bool = False,
+    packed: bool = False,
+    joined: bool = False,
 ) -> dict[str, Any]:
+    """Prove ``layout``; ``joined``: the tokens and labels of packed rows, whose documents then see each other."""
     spec = read_model(config) if isinstance(config, str) else spec_from_config(config, "small")
     spec = adapted(spec, adapter)
     wanted = replace(parse_layout(layout), precision=precision)
     plan = proof_plan(
         spec, wanted, model_path="test", seq_len=seq_len, global_batch=global_batch, freeze=freeze
     )
+
+    batches = None
+    if joined:
+        made = synthetic_batches(plan, spec, steps, 0, valid, packed=True)
+        batches = [batch._replace(positions_GT=None) for batch in made]
 
     def execute(worker: Any, nproc: int, work: Any) -> list[Any]:
         return pool.run(on_pool, nproc, worker, work, timeout_s=120.0)
@@ -72,4 +86,6 @@ def prove(
         fault=fault,
         execute=execute,
         simulated=simulated,
+        packed=packed,
+        batches=batches,
     )

@@ -25,8 +25,8 @@ def _cut(
 
     from meshwright.layout.context import padded_length, runs
     from meshwright.layout.parse import parse_layout
-    from meshwright.parallel.attend import Rule, positions_of, visible
     from meshwright.parallel.ring import ring_attention, ring_of
+    from meshwright.parallel.tiles import Rule, positions_of, visible
     from meshwright.parallel.ulysses import ulysses_attention
 
     padded = padded_length(parse_layout(f"cp={world},cp_style={style}"), length)
@@ -99,9 +99,9 @@ def _with_part_outputs(rank: int, world: int) -> dict[str, float]:
     right = ring.attend_backward
 
     def wrong(grad: Any, q: Any, k: Any, v: Any, out: Any, *rest: Any) -> Any:
-        lse, scale, causal, seen = rest
-        out, _ = ring.attend(q, k, v, scale, causal, seen)
-        return right(grad, q, k, v, out, lse, scale, causal, seen)
+        lse, scale, causal, pairs = rest
+        out, _ = ring.attend(q, k, v, scale, causal, pairs)
+        return right(grad, q, k, v, out, lse, scale, causal, pairs)
 
     ring.attend_backward = wrong
     try:
@@ -121,9 +121,9 @@ def _volumes(rank: int, world: int, style: str) -> list[tuple[str, int]]:
     import torch.distributed as dist
 
     from meshwright.layout.context import runs
-    from meshwright.parallel.attend import Rule
     from meshwright.parallel.record import CollectiveRecorder
     from meshwright.parallel.ring import ring_attention, ring_of
+    from meshwright.parallel.tiles import Rule
     from meshwright.parallel.ulysses import ulysses_attention
 
     group = dist.group.WORLD

@@ -98,6 +98,63 @@ def test_tensor_parallel_families(pool, family):
     holds(prove(pool, "tp=2,dp=2", config=f"recipes/models/{family}", adapter=LORA, steps=2, seq_len=16))
 
 
+MIXTRAL = {
+    **SMALL,
+    "num_hidden_layers": 2,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+BEFORE = AdapterSpec(kind="lora", rank=2, alpha=4.0, targets=("k_proj",))
+BEHIND = AdapterSpec(kind="lora", rank=2, alpha=4.0, targets=("o_proj", "down_proj"))
+
+
+CONTEXT = [
+    "cp=2",
+    "cp=2,cp_style=ulysses",
+    "cp=4,zero=3",
+    "cp=2,dp=2,zero=2",
+    "cp=2,recompute=full",
+    "cp=2,cp_style=ulysses,recompute=selective",
+    "cp=2,tp=2",
+    "cp=2,pp=2,dp=2,zero=1,schedule=zb-h1",
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "adapter"),
+    [
+        *((layout, LORA) for layout in CONTEXT),
+        *((layout, BEFORE) for layout in CONTEXT[:6]),
+        *((layout, BEHIND) for layout in CONTEXT[:6]),
+    ],
+    ids=str,
+)
+def test_context_axis(pool, layout, adapter):
+    """Gradients of the factors are sums over cp; the ring sends back from the first layer with one before attention."""
+    holds(prove(pool, layout, config=SMALL, adapter=adapter, steps=2, packed=adapter is BEFORE))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,ep=2",
+        "dp=2,ep=2,zero=1",
+        "dp=2,ep=2,zero=2",
+        "dp=4,ep=2,zero=3",
+        "dp=4,ep=2,zero=3,shard=2",
+        "cp=2,ep=2",
+        "dp=2,ep=2,pp=2,zero=3",
+        "dp=2,ep=2,tp=2,recompute=full",
+        "dp=2,cp=2,ep=4,zero=3",
+    ],
+)
+def test_expert_axis(pool, layout):
+    """The experts stay frozen and spread: gradients pass through their exchange to the factors before it."""
+    holds(prove(pool, layout, config=MIXTRAL, adapter=LORA, steps=2))
+
+
 def test_dropout_beside_adapters(pool):
     """The model's own dropout is on in a proof; its masks are those of one device with peft around the model."""
     config = {

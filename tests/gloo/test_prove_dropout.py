@@ -21,6 +21,19 @@ LAYOUTS = [
     "pp=2,schedule=interleaved,chunks=2,recompute=full",
     "dp=2,zero=1,tp=2,pp=2,schedule=zb-h1",
 ]
+CONTEXT = [
+    "cp=2",
+    "cp=4,cp_style=ulysses",
+    "cp=4",
+    "cp=2,tp=2",
+    "cp=2,tp=2,cp_style=ulysses,sp=off",
+    "cp=2,cp_style=ulysses",
+    "cp=2,dp=2,zero=3",
+    "cp=2,pp=2,schedule=zbv,chunks=2",
+    "cp=2,dp=2,zero=1,pp=2,micro_batch=2",
+    "cp=2,cp_style=ulysses,recompute=selective",
+    "cp=2,recompute=full",
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -41,6 +54,19 @@ def test_attention_dropout_of_a_llama(pool, layout):
     proven(pool, layout, config=LLAMA | {"attention_dropout": 0.3})
 
 
+@pytest.mark.parametrize("layout", CONTEXT)
+def test_h39_masks_over_a_context_axis_are_one_devices(pool, layout):
+    """H39: a pair of positions has its mask, whichever rank has the query and whichever sends the key; also padded."""
+    result = proven(pool, layout, config=DROPS, global_batch=8, seq_len=27)
+    assert result["gradients"]["max_rel_diff"] <= 1e-10
+
+
+@pytest.mark.parametrize("layout", ["cp=4,cp_style=ulysses", "cp=4", "cp=2,tp=2"])
+def test_attention_dropout_with_fewer_key_value_heads_than_ranks(pool, layout):
+    """Two key/value heads for four ranks: the masks are those of the query heads that a rank has."""
+    proven(pool, layout, config=LLAMA | {"attention_dropout": 0.3}, seq_len=32, steps=1)
+
+
 def test_dropout_changes_the_loss(pool):
     """The masks do something: the same weights without dropout give another loss."""
     on = prove(pool, "dp=2", config=DROPS, steps=1)
@@ -52,6 +78,25 @@ def forgets(model, step):
     """Draw the next step's masks on one rank, as a rank with its own random numbers would."""
     if step == 0 and model.view.rank == 1:
         model.dropout.seed += 1
+
+
+def counts_from_0(model, step):
+    """Draw hidden masks by a token's place on its rank, as if it had the first positions."""
+    if step == 0 and model.view.rank == 1:
+        model.dropout.positions.clear()
+
+
+def takes_other_heads(model, step):
+    if step == 0 and model.view.rank == 1:
+        model.dropout.head += 1
+
+
+@pytest.mark.parametrize("fault", [counts_from_0, takes_other_heads])
+@pytest.mark.parametrize("style", ["ring", "ulysses"])
+def test_a_rank_with_the_masks_of_other_tokens_is_found(pool, style, fault):
+    result = prove(pool, f"cp=2,cp_style={style}", config=DROPS, steps=2, fault=fault)
+    assert not result["passed"]
+    assert result["gradients"]["worst"]["step"] == 2
 
 
 def test_a_rank_with_its_own_masks_is_found(pool):

@@ -83,6 +83,45 @@ def test_a_run_resumes_on_another_layout(job):
     assert [m["loss"] for m in job.metrics("cut")] == pytest.approx(want, abs=1e-11)
 
 
+MIXTURE = {
+    **CONFIG,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+EVERYWHERE = [
+    ("cp=2,zero=3", CONFIG),
+    ("cp=2,cp_style=ulysses,tp=2", CONFIG),
+    ("tp=2,pp=2", CONFIG),
+    ("dp=4,zero=3,shard=2", CONFIG),
+    ("dp=2,ep=2,zero=3", MIXTURE),
+    ("cp=2,ep=2,pp=2", MIXTURE),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "config"), EVERYWHERE, ids=lambda v: v if isinstance(v, str) else v["model_type"]
+)
+def test_h107_a_saved_adapter_is_one_devices_in_every_layout(job, tmp_path, layout, config):
+    """H107: the files that peft loads, after training in float64: equal names, shapes and values; and peft loads them."""
+    (job.folder / "model" / "config.json").write_text(json.dumps(config))
+    saved = []
+    for name, text in (("one", "dp=1"), ("cut", layout)):
+        job.run(f"{text},precision=fp64", name, sets=[*LORA, "run.steps=3", "run.eval_every=0"])
+        checkpoint = str(job.folder / name / "checkpoints" / "step-3")
+        done = export_command(checkpoint, str(tmp_path / f"{name}-adapter"), check_logits=True)
+        assert done["check_logits"]["max_abs_diff"] <= done["check_logits"]["tolerance"]
+        saved.append(load_file(tmp_path / f"{name}-adapter" / "adapter_model.safetensors"))
+    one, cut = saved
+    assert one.keys() == cut.keys()
+    for key, want in one.items():
+        assert want.norm() > 0
+        assert cut[key].shape == want.shape
+        assert (cut[key] - want).abs().max() <= 1e-9 * want.abs().max(), key
+
+
 def test_initial_factors_do_not_depend_on_the_layout(job):
     for name, layout in (("a", "dp=1"), ("b", "dp=2,zero=3,pp=2")):
         job.run(

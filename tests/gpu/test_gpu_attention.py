@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.parallel.attend import Parts, Tile, attend, attend_backward, fused, plain, plain_backward
+from meshwright.parallel import tiles
+from meshwright.parallel.attend import Parts, attend, attend_backward, fused, plain, plain_backward
+from meshwright.parallel.dropout import Drops
+from meshwright.parallel.ring import ring_attention, ring_of
+from meshwright.parallel.tiles import Rule, Tile
 
 
 def _near(got: Tensor, want: Tensor, bound: float) -> None:
@@ -54,3 +58,27 @@ def test_parts_of_a_ring_add_up() -> None:
         out, lse = attend(late, keys, values, 0.125, causal, None)
         parts.add(Tile(0, 128, 0, 128, "causal" if causal else "full"), out, lse)
     _near(parts.out_BHQE, want[:, :, 128:], 5e-3)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_documents_and_dropout_are_those_of_the_cpu(
+    dropped: bool, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces inside one document take the flash kernel in bf16; a dropout mask has the same bits on both devices."""
+    monkeypatch.setattr(tiles, "LEAST_PIECE", 64)
+    length = 512
+    q, k, v, grad = (_drawn(2, h, length, 64).to(dtype).double() for h in (8, 2, 2, 8))
+    documents = torch.stack([torch.arange(length) // 128, torch.arange(length) // 100])
+    keys = torch.tensor([7, -5])
+
+    def both(device: str, used: torch.dtype) -> list[Tensor]:
+        parts = [t.to(device, used).requires_grad_() for t in (q, k, v)]
+        drops = Drops(keys.to(device), 0.3, 2, length) if dropped else None
+        out = ring_attention(
+            *parts, ring_of(None, [((0, length),)], Rule(), 0.125, documents.to(device), drops)
+        )
+        return [out, *torch.autograd.grad(out, parts, grad.to(device, used))]
+
+    for mine, theirs in zip(both("cuda", dtype), both("cpu", torch.float64), strict=True):
+        _near(mine.detach(), theirs.detach(), bound)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,10 +15,13 @@ from torch.nn import functional as F
 from meshwright.layout.context import kv_heads_sent, local_length, padded_length, runs
 from meshwright.layout.parse import parse_layout
 from meshwright.parallel import attend as maths
-from meshwright.parallel.attend import Parts, Rule, Tile, attend, positions_of, tiles, visible
+from meshwright.parallel import tiles as geometry
+from meshwright.parallel.attend import Parts, attend
 from meshwright.parallel.context import ContextAxis, local_batch
+from meshwright.parallel.dropout import Drops
 from meshwright.parallel.loss import IGNORE
-from meshwright.parallel.ring import ring_attention, ring_of
+from meshwright.parallel.ring import Ring, ring_attention, ring_of
+from meshwright.parallel.tiles import Rule, Tile, positions_of, tiles, visible
 
 CPU = torch.device("cpu")
 
@@ -42,6 +47,35 @@ def test_lengths_also_divide_over_the_tensor_axis() -> None:
     assert padded_length(parse_layout("tp=4"), 17) == 17
 
 
+@pytest.mark.parametrize("rule", [Rule(), Rule(window=5)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tiles_of_documents_cover_each_visible_pair_once(
+    rule: Rule, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a batch with borders of their own: a tile is left out, or goes without a mask, only where all agree."""
+    monkeypatch.setattr(geometry, "LEAST_PIECE", 2)
+    length, cp = 32, 2
+    documents = _documents(rows, length)
+    held = [runs("ring", cp, i, length) for i in range(cp)]
+    few = 0
+    for mine, theirs in itertools.product(range(cp), repeat=2):
+        ring = Ring(group=None, index=mine, runs=tuple(held), rule=rule, scale=1.0, documents_BT=documents)
+        q_at, k_at = positions_of(held[mine], CPU), positions_of(held[theirs], CPU)
+        want = visible(q_at, k_at, rule, documents[:, q_at], documents[:, k_at])[:, 0]
+        got = torch.zeros_like(want, dtype=torch.int64)
+        for t in ring.parts(theirs):
+            block = want.new_ones(rows, t.q1 - t.q0, t.k1 - t.k0).long()
+            if t.kind == "causal":
+                block = block.tril()
+            elif t.kind == "masked":
+                q, k = q_at[t.q0 : t.q1], k_at[t.k0 : t.k1]
+                block = visible(q, k, rule, documents[:, q], documents[:, k])[:, 0].long()
+            got[:, t.q0 : t.q1, t.k0 : t.k1] += block
+            few += 1
+        assert torch.equal(got, want.long())
+    assert few < 60  # tiles beside each other are one
+
+
 @pytest.mark.parametrize("rule", [Rule(), Rule(causal=False), Rule(window=3), Rule(window=9)])
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_tiles_cover_each_visible_pair_once(rule: Rule, cp: int) -> None:
@@ -51,7 +85,7 @@ def test_tiles_cover_each_visible_pair_once(rule: Rule, cp: int) -> None:
         q_at, k_at = positions_of(q_runs, CPU), positions_of(k_runs, CPU)
         want = visible(q_at, k_at, rule, None, None)[0, 0]
         got = torch.zeros_like(want, dtype=torch.int64)
-        for t in tiles(q_runs, k_runs, rule, False):
+        for t in tiles(q_runs, k_runs, rule):
             block = torch.ones(t.q1 - t.q0, t.k1 - t.k0, dtype=torch.int64)
             if t.kind == "causal":
                 block = block.tril()
@@ -67,7 +101,7 @@ def test_zigzag_is_balanced_one_kernel_call_for_each_other_rank() -> None:
     for mine in range(cp):
         area = 0
         for theirs in range(cp):
-            found = tiles(runs("ring", cp, mine, length), runs("ring", cp, theirs, length), Rule(), False)
+            found = tiles(runs("ring", cp, mine, length), runs("ring", cp, theirs, length), Rule())
             assert len(found) == 1
             (t,) = found
             area += (t.q1 - t.q0) * (t.k1 - t.k0)
@@ -76,8 +110,8 @@ def test_zigzag_is_balanced_one_kernel_call_for_each_other_rank() -> None:
 
 
 def test_a_window_skips_what_is_too_far_behind() -> None:
-    assert tiles(((24, 4),), ((0, 4),), Rule(window=8), False) == ()
-    assert tiles(((4, 4),), ((0, 4),), Rule(window=8), False) == (Tile(0, 4, 0, 4, "full"),)
+    assert tiles(((24, 4),), ((0, 4),), Rule(window=8)) == ()
+    assert tiles(((4, 4),), ((0, 4),), Rule(window=8)) == (Tile(0, 4, 0, 4, "full"),)
 
 
 def test_h65_merging_is_safe_and_exact() -> None:
@@ -128,13 +162,27 @@ def test_plain_and_fused_kernels_agree(kv: int, causal: bool, monkeypatch: pytes
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(fused, plain, strict=True))
 
 
+@dataclass(frozen=True)
+class Seen:
+    """Pairs of a mask that is written down."""
+
+    mask: torch.Tensor
+    draws: bool = False
+
+    def seen(self, start: int, stop: int) -> torch.Tensor:
+        return self.mask[:, :, start:stop]
+
+    def dropping(self, start: int, stop: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: x
+
+
 def test_a_query_that_sees_nothing_has_output_and_gradient_zero() -> None:
     q, k, v, g = (torch.randn(1, 2, 3, 4, dtype=torch.float64) for _ in range(4))
     seen = torch.tensor([[False] * 3, [True, False, False], [True] * 3])[None, None]
-    out, lse = attend(q, k, v, 0.5, False, seen)
+    out, lse = attend(q, k, v, 0.5, False, Seen(seen))
     assert out[:, :, 0].abs().max() == 0
     assert bool((lse[:, :, 0] == -math.inf).all())
-    grads = maths.attend_backward(g, q, k, v, out, lse, 0.5, False, seen)
+    grads = maths.attend_backward(g, q, k, v, out, lse, 0.5, False, Seen(seen))
     assert all(bool(torch.isfinite(x).all()) for x in grads)
     assert grads[0][:, :, 0].abs().max() == 0
 
@@ -217,3 +265,53 @@ def test_h75_a_document_is_blind_to_the_one_before_it() -> None:
     other_v[:, :, 2] -= 3
     assert torch.equal(out(k, v)[:, :, 4:], out(other_k, other_v)[:, :, 4:])
     assert not torch.equal(out(k, v)[:, :, :4], out(other_k, other_v)[:, :, :4])
+
+
+def _documents(rows: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return (torch.rand(rows, length, generator=generator) < 0.2).long().cumsum(-1)
+
+
+@pytest.mark.parametrize("rule", [Rule(), Rule(window=3), Rule(causal=False)])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_h75_pieces_of_documents_with_dropout_equal_a_dense_softmax(
+    rule: Rule, dropped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of three positions, two queries at a time: outputs and gradients in float64."""
+    monkeypatch.setattr(geometry, "LEAST_PIECE", 3)
+    for name in ("ROWS_AT_ONCE", "DRAWN_AT_ONCE"):
+        monkeypatch.setattr(maths, name, 2 * 4 * 3 * 2)
+    length, documents = 23, _documents(2, 23)
+    q, k, v, g = (torch.randn(2, h, length, 4, dtype=torch.float64).requires_grad_() for h in (4, 2, 2, 4))
+    drops = Drops(torch.tensor([3, 99]), 0.4, 5, length) if dropped else None
+    at = torch.arange(length)
+    seen = visible(at, at, rule, documents, documents)
+    scores = (q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.3).masked_fill(~seen, -math.inf)
+    share = scores.softmax(-1)
+    if drops is not None:
+        share = share * drops.kept(4, at, at) / 0.6
+    want = torch.autograd.grad((share @ v.repeat_interleave(2, 1) * g.detach()).sum(), (q, k, v))
+    ring = ring_of(None, [((0, length),)], rule, 0.3, documents, drops)
+    out = ring_attention(q, k, v, ring)
+    assert (out - share @ v.repeat_interleave(2, 1)).abs().max() < 1e-12
+    got = torch.autograd.grad((out * g.detach()).sum(), (q, k, v))
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
+
+
+def test_pieces_without_a_common_document_are_skipped_and_those_inside_one_need_no_mask() -> None:
+    length = 16 * geometry.LEAST_PIECE
+    documents = (torch.arange(length) // (4 * geometry.LEAST_PIECE))[None].expand(2, -1)
+    found = ring_of(None, [((0, length),)], Rule(), 1.0, documents).parts(0)
+    assert {t.kind for t in found} == {"full", "causal"}
+    area = sum((t.q1 - t.q0) * (t.k1 - t.k0) for t in found)
+    assert (
+        area == 4 * 10 * geometry.LEAST_PIECE**2
+    )  # four triangles of four pieces, of 16 x 17 / 2 = 136 pieces
+    shifted = torch.stack([documents[0], (torch.arange(length) + 1) // (4 * geometry.LEAST_PIECE)])
+    assert "masked" in {t.kind for t in ring_of(None, [((0, length),)], Rule(), 1.0, shifted).parts(0)}
+
+
+def test_a_long_sequence_has_few_pieces() -> None:
+    assert len(geometry.pieces(((0, 2**20),), 2**20)) == geometry.MOST_PIECES
+    assert geometry.pieces(((5, 7), (40, 3)), 64) == ((5, 7), (40, 3))
+    assert geometry.pieces(((0, 300),), 300) == ((0, 128), (128, 128), (256, 44))

@@ -156,13 +156,36 @@ def test_a_plan_file_with_a_broken_adapter_is_refused(held) -> None:
     assert code(error) == "E451"
 
 
-@pytest.mark.parametrize("axis", ["cp=2", "dp=2,ep=2"])
-def test_axes_without_adapters_are_refused(axis: str) -> None:
-    model = "recipes/models/tiny-mixtral" if "ep" in axis else TINY
-    spec = adapted(read_model(model), LORA)
+@pytest.mark.parametrize("axis", ["cp=2", "dp=2,ep=2", "cp=2,ep=2,tp=2,pp=2"])
+def test_adapters_run_on_every_axis(axis: str) -> None:
+    spec = adapted(read_model("recipes/models/tiny-mixtral"), LORA)
+    assert make_plan(spec, parse_layout(axis), 4, 32, TINY).adapter == LORA
+
+
+@pytest.mark.parametrize("target", ["experts", "gate_up_proj", "mlp.experts.down_proj", "w1", "up_proj"])
+def test_experts_are_refused_as_targets_by_every_name(target: str) -> None:
+    spec = read_model("recipes/models/tiny-mixtral")
     with pytest.raises(MeshwrightError) as error:
-        make_plan(spec, parse_layout(axis), 4, 32, TINY)
-    assert "E270" in {p.code for p in error.value.problems}
+        adapted(spec, replace(LORA, targets=("q_proj", target)))
+    assert code(error) == "E285"
+    assert "o_proj" in error.value.problems[0].do
+    with pytest.raises(MeshwrightError) as error:
+        adapted(read_model(TINY), replace(LORA, targets=("experts",)))
+    assert code(error) == "E271"
+
+
+def test_the_ring_sends_back_where_an_adapter_before_attention_trains() -> None:
+    """With the embedding frozen, the first layer's attention has a gradient only if q, k or v has an adapter."""
+
+    def sends(*targets: str) -> int:
+        spec = adapted(read_model(TINY), replace(LORA, targets=targets))
+        plan = make_plan(spec, parse_layout("cp=2"), 2, 32, TINY)
+        program = derive(spec, plan.layout, plan.batch, plan_schedule(plan.layout, plan.batch), 0)
+        return sum(c.kind == "send" for c in program.collectives)
+
+    layers, steps = read_model(TINY).num_layers, 2
+    assert sends("q_proj") == steps * 3 * layers
+    assert sends("o_proj", "down_proj") == steps * (3 * layers - 2)
 
 
 def test_blocks_that_no_gradient_reaches() -> None:

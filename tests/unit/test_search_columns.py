@@ -347,6 +347,8 @@ def test_the_search_equals_trying_every_layout(
         ("deepseek-v2-lite", 16, 2048, 16, "loss=eager,schedule=1f1b,micro_batch=1", False),
         ("llama-2-13b+lora:16", 16, 2048, 48, "recompute=full,loss=eager,schedule=1f1b", False),
         ("mixtral-8x7b+lora:8", 16, 2048, 16, "recompute=full,loss=eager,micro_batch=1,schedule=1f1b", True),
+        ("mixtral-8x7b+lora:8", 8, 2048, 8, "recompute=full,loss=eager,micro_batch=1,schedule=1f1b", False),
+        ("gpt2", 8, 1000, 24, "micro_batch=1,recompute=none,loss=eager", False),  # with dropout
     ],
 )
 def test_the_masks_are_the_rules(model: str, gpus: int, seq_len: int, batch: int, fix: str, unbuilt: bool):

@@ -57,6 +57,12 @@ def prove(
     valid: Annotated[
         Valid, typer.Option("--valid", help="unequal: one micro-batch has no valid token at all.")
     ] = Valid.UNEQUAL,
+    packed: Annotated[
+        bool,
+        typer.Option(
+            "--packed", help="Rows of several documents that do not see each other (as data.rows: pack)."
+        ),
+    ] = False,
     ladder: Annotated[
         bool, typer.Option("--ladder", help="From one device upwards, one axis at a time.")
     ] = False,
@@ -103,6 +109,7 @@ def prove(
         adapter=adapter,
         tie=tie,
         valid=valid.value,
+        packed=packed,
         ladder=ladder,
         resume=resume,
         resume_layout=resume_layout,

@@ -520,7 +520,7 @@ class Pricer:
             self.seq_len,
             key.micro_batch,
             self.compute_bytes,
-            "flash",
+            "flash" if key.cp == 1 else "heads" if key.cp_style == "ulysses" else "parts",
             self._residual_bytes(key),
         )
         return sum(s.num_bytes / share[s.along] for s in saved) / key.cp

@@ -61,7 +61,6 @@ def check(
         problems += _context_heads(spec, layout)
     if cluster is not None and layout.tp > 1:
         problems += _nodes(layout, cluster.gpus_per_node)
-    problems += check_adapter(spec, layout)
     if for_run:
         problems += check_built(layout, spec) + precision_built(layout)
     return problems
@@ -533,19 +532,3 @@ def check_optimizer(layout: Layout, name: str) -> list[Problem]:
         return []
     found = f"optimizer.name = {name}, offload={layout.offload}"
     return [problem("E276", where="layout.offload", found=found)]
-
-
-def check_adapter(spec: ModelSpec, layout: Layout) -> list[Problem]:
-    """Return E270 for each axis on which adapters cannot run (kind "code"); nothing for a model without one."""
-    if spec.adapter is None:
-        return []
-    return [
-        problem(
-            "E270",
-            where=f"layout.{axis}",
-            found=f"{axis} = {getattr(layout, axis)} with an adapter",
-            do=f"{axis} = 1; dp, zero=3 and pp spread it as well",
-        )
-        for axis in ("cp", "ep")
-        if getattr(layout, axis) > 1
-    ]

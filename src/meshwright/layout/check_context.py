@@ -6,6 +6,7 @@ from meshwright.base.errors import Problem, problem
 from meshwright.layout import built
 from meshwright.layout.context import length_unit, padded_length
 from meshwright.layout.layout import Layout
+from meshwright.model.randomness import drops_probabilities, layout_dependent
 from meshwright.model.spec import ModelSpec
 
 
@@ -38,9 +39,8 @@ def context_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
         families = "one of " + ", ".join(built.CONTEXT_FAMILIES) + ", or cp = 1"
         do = f"cp = 1,dp = {layout.dp * cp}"
         reasons.append((f'cp = {cp} with "{spec.name}" of family {spec.family}', families, do))
-    if spec.dropout:
-        what = (
-            f"dropout {spec.dropout:g} with cp = {cp}: masks would repeat over the tokens of different ranks"
-        )
-        reasons.append((what, "dropout 0, or cp = 1", "dropout = 0"))
+    drawn = layout_dependent(spec)
+    if drops_probabilities(spec) and drawn:
+        what = f"attention dropout with {drawn[0]}, whose masks are drawn rank by rank, and cp = {cp}"
+        reasons.append((what, "either of them 0, or cp = 1", "attention_dropout = 0"))
     return [problem("E260", where="layout.cp", found=f, needs=n, do=d) for f, n, d in reasons]

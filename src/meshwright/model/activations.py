@@ -19,7 +19,7 @@ from typing import Final, Literal, TypeAlias
 from meshwright.model.randomness import drops_probabilities, drops_residual
 from meshwright.model.spec import BlockSpec, ModelSpec, MoESpec
 
-AttentionKernel: TypeAlias = Literal["flash", "math"]
+AttentionKernel: TypeAlias = Literal["flash", "math", "parts", "heads"]
 Along: TypeAlias = Literal["tp", "sequence", "column_input"]
 
 _FP32: Final = 4
@@ -100,12 +100,15 @@ def saved_activations(
         micro_batch: sequences.
         compute_bytes: bytes of the compute dtype (fp32 4, bf16 2, fp64 8).
         attention: "flash" for any fused kernel (keeps q, k, v, output, log-sum-exp), "math" for scores in
-            memory. Families that transformers runs unfused (BLOOM, soft-capped Gemma-2) always keep scores.
+            memory, "parts" for attention over a context axis (``parallel.ring``), which keeps what a fused kernel does
+            and makes masks and dropped scores again, "heads" for the same behind an exchange of heads
+            (``parallel.ulysses``), whose result is another copy of the output. Families that transformers runs unfused
+            (BLOOM, soft-capped Gemma-2) always keep scores.
         residual_bytes: bytes of the residual stream; 4 under autocast, by default the compute dtype's.
         mask_bytes: bytes per element of a dropout mask: 1 on a GPU; a CPU keeps the noise in the compute dtype.
 
     Excluded: parameters, the cos/sin tables (shared by all blocks), weight casts of autocast. With dropout on the
-    attention probabilities attention is not fused (``parallel.dropout``), whatever ``attention`` says.
+    attention probabilities attention is not fused (``parallel.dropout``), unless it goes over a context axis.
     Expert inputs are counted at perfect balance.
     """
     z = _Sizes(micro_batch * seq_len, seq_len, compute_bytes, residual_bytes or compute_bytes)
@@ -181,7 +184,12 @@ def _attention(
     if a.qk_norm:
         yield from _norm(spec, z, "query norm", a.head_dim, z.c, a.num_heads, "tp")
         yield from _norm(spec, z, "key norm", a.head_dim, z.c, a.num_kv_heads, "tp")
-    if drops_probabilities(spec):
+    if kernel in ("parts", "heads"):
+        yield from _fused(spec, block, z, masks=False)
+        if kernel == "heads":
+            copy = z.keep(a.num_heads * a.value_head_dim, z.c)
+            yield SavedTensor(op="attention output, exchanged", num_bytes=copy, along="tp")
+    elif drops_probabilities(spec):
         yield from _dropped(spec, z)
     else:
         yield from (_scores(spec, z) if unfused else _fused(spec, block, z))
@@ -228,22 +236,24 @@ def _latent_inputs(spec: ModelSpec, z: _Sizes) -> Iterable[SavedTensor]:
     )
 
 
-def _fused(spec: ModelSpec, block: BlockSpec, z: _Sizes) -> Iterable[SavedTensor]:
-    """Keep q, k, v, output and log-sum-exp, as a fused kernel does.
+def _fused(spec: ModelSpec, block: BlockSpec, z: _Sizes, masks: bool = True) -> Iterable[SavedTensor]:
+    """Keep q, k, v, output and log-sum-exp, as a fused kernel does; no ``masks``: none is whole over a context axis.
 
     With a mask (a sliding window not longer than the sequence) transformers repeats keys and values to all
     heads before the kernel, and the kernel keeps the mask as numbers; without one it takes grouped heads.
     """
     a = spec.attention
     q, out = a.num_heads * a.head_dim, a.num_heads * a.value_head_dim
-    masked = block.sliding_window is not None and z.seq_len >= block.sliding_window
+    masked = masks and block.sliding_window is not None and z.seq_len >= block.sliding_window
     heads = a.num_heads if masked or a.kind == "mla" else a.num_kv_heads
     keys, values = heads * a.head_dim, heads * a.value_head_dim
     again = 0
     if a.kind == "mla":
         values += a.num_heads * (a.qk_nope_head_dim or 0)  # values are a view of the up projection's output
     elif spec.family == "phi3":
-        again = out  # q comes from a concatenation, head first, so the output is copied to token first
+        again = (
+            out if masks else 0
+        )  # q comes from a concatenation, head first, so the output is copied to token first
         if heads == a.num_kv_heads:
             values += q + a.num_kv_heads * a.head_dim  # values are a view of the fused q|k|v output
     yield SavedTensor(op="queries, keys and values", num_bytes=z.keep(q + keys + values, z.c), along="tp")

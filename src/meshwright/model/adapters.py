@@ -128,11 +128,16 @@ def target_names(spec: ModelSpec, adapter: AdapterSpec) -> tuple[str, ...]:
 
 
 def target_problems(spec: ModelSpec, adapter: AdapterSpec) -> list[Problem]:
-    """Return E271 for each target that is not the name of a matrix in the blocks of ``spec``."""
+    """Return E271 for each target that is not the name of a matrix in the blocks of ``spec``, E285 for experts."""
+    spread = _expert_names(spec)
     known = tuple(dict.fromkeys(leaf(t) for t in _matrices(spec)))
     problems: list[Problem] = []
     for name in adapter.targets:
-        if name not in known:
+        if name not in known and name in spread:
+            found = f"{name!r} of {spec.name!r}, the experts of a mixture"
+            do = f"targets among {', '.join(known)}"
+            problems.append(problem("E285", where="adapter.targets", found=found, do=do))
+        elif name not in known:
             near = nearest(name, list(known))
             do = f"did you mean {' | '.join(near)}?" if near else f"one of {', '.join(known)}"
             problems.append(
@@ -143,6 +148,16 @@ def target_problems(spec: ModelSpec, adapter: AdapterSpec) -> list[Problem]:
             problem("E271", where="adapter.targets", found=f"{spec.name!r} has no matrix to adapt")
         )
     return problems
+
+
+def _expert_names(spec: ModelSpec) -> frozenset[str]:
+    """Return what a user may call a mixture's experts: their tensors, their module, and single matrices by old names."""
+    names = [t.name for b in spec.blocks for t in b.tensors if t.role in ("expert_in", "expert_out")]
+    if not names:
+        return frozenset()
+    parts = {".".join(n.split(".")[-k:]) for n in names for k in (1, 2, 3)}
+    modules = {n.split(".")[-2] for n in names}
+    return frozenset(parts | modules | {"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
 
 
 def leaf(tensor: TensorSpec) -> str:

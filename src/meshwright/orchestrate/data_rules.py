@@ -12,7 +12,7 @@ from meshwright.train.data import TokenData, check_data
 
 
 def data_problems(data: DataSettings, spec: ModelSpec | None, layout: Layout | None) -> list[Problem]:
-    """Return E649 and E654 where documents are packed and the layout or the model cannot have that, else W640.
+    """Return E654 where documents are packed and the model cannot have that, else what it costs (W640, W656).
 
     Raises:
         MeshwrightError: what is wrong with the sources themselves.
@@ -20,22 +20,12 @@ def data_problems(data: DataSettings, spec: ModelSpec | None, layout: Layout | N
     kind = check_data(data)
     if kind != "pack":
         return []
-    problems: list[Problem] = []
     where = "data.rows" if data.rows is not None else "data.rows (pack follows from the records)"
-    if layout is not None and layout.cp > 1:
-        problems.append(
-            problem("E649", where=f"{where}, layout.cp", found=f"packed documents and cp={layout.cp}")
-        )
-    if spec is not None and spec.family not in built.PACKING_FAMILIES:
-        problems.append(
-            problem(
-                "E654",
-                where=where,
-                found=f"packed documents and the family {spec.family}",
-                needs="one of " + ", ".join(built.PACKING_FAMILIES),
-            )
-        )
-    if layout is not None and not problems:
+    problems = [] if spec is None else packing_problems(spec, where)
+    if layout is not None and layout.cp > 1 and not problems:
+        found = f"packed documents of {data.seq_len} places over cp = {layout.cp}"
+        problems.append(problem("W656", where=where, found=found))
+    elif layout is not None and not problems:
         mask = layout.micro_batch * data.seq_len**2
         problems.append(
             problem(
@@ -46,6 +36,20 @@ def data_problems(data: DataSettings, spec: ModelSpec | None, layout: Layout | N
             )
         )
     return problems
+
+
+def packing_problems(spec: ModelSpec, where: str) -> list[Problem]:
+    """Return E654 where it is not shown of the model's family that packed documents do not see each other."""
+    if spec.family in built.PACKING_FAMILIES:
+        return []
+    return [
+        problem(
+            "E654",
+            where=where,
+            found=f"packed documents and the family {spec.family}",
+            needs="one of " + ", ".join(built.PACKING_FAMILIES),
+        )
+    ]
 
 
 def last_step(data: TokenData, global_batch: int, stop_at: int) -> tuple[int, str]:

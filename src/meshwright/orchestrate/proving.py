@@ -26,6 +26,7 @@ from meshwright.model.adapters import adapted, parse_adapter
 from meshwright.model.randomness import draws_alike, layout_dependent
 from meshwright.model.read_hf import read_model, spec_from_config
 from meshwright.model.spec import ModelSpec
+from meshwright.orchestrate.data_rules import packing_problems
 from meshwright.parallel.adapters import missing_peft
 from meshwright.program.make import make_plan
 from meshwright.program.plan import Plan
@@ -35,7 +36,8 @@ from meshwright.prove.reference import Recipe, Reference, TokenBatch, run_refere
 from meshwright.prove.simulate import simulate_tensor_axis
 from meshwright.prove.verdict import simulated_verdict, tolerances, verdict
 from meshwright.prove.worker import Fault, ProofTask, RankProof, prove_rank
-from meshwright.train.data import synthetic_batch
+from meshwright.train.data import synthetic_batch, synthetic_documents
+from meshwright.train.data.packing import positions_of
 from meshwright.train.optim import Rate
 
 Show = Callable[[str], None]
@@ -138,6 +140,7 @@ def run_proof(
     optimizer: Any,
     max_norm: float | None,
     show: Show,
+    packed: bool = False,
     fault: Fault | None = None,
     batches: Sequence[TokenBatch] | None = None,
     execute: Execute | None = None,
@@ -146,6 +149,7 @@ def run_proof(
 ) -> dict[str, Any]:
     """Run the reference and then the plan on local ranks, and return the verdict.
 
+    ``packed``: rows of several documents that do not see each other.
     ``simulated``: the plan has a tensor axis alone, whose shards all run in one process, for the first step.
     ``device``: of the ranks, and of the one device whose own error in a low precision bounds theirs. The float64
     reference is always computed on the CPU. ``execute`` runs the ranks in another way than as new local processes.
@@ -155,7 +159,7 @@ def run_proof(
     """
     rate = Rate(name="constant", peak=optimizer.lr, warmup_steps=0, total_steps=steps)
     batch = plan.batch
-    data = list(batches) if batches is not None else _batches(plan, spec, steps, seed, valid)
+    data = list(batches) if batches is not None else synthetic_batches(plan, spec, steps, seed, valid, packed)
     folder = tempfile.mkdtemp(prefix="meshwright-prove-")
     try:
         recipe = Recipe(
@@ -213,14 +217,20 @@ def run_proof(
         shutil.rmtree(folder, ignore_errors=True)
     tied = {t.name: t.tied_to for t in spec.tensors() if t.tied_to is not None}
     result = verdict(plan, truth, proofs, bounds, tied) | {"device": device}
+    notes = [f"{what} rests during a proof" for what in layout_dependent(spec)]
     if draws_alike(spec):
-        result["notes"] = [f"dropout {spec.dropout:g} is on: the same masks in every layout"]
-    elif rests := layout_dependent(spec):
-        result["notes"] = [f"{what} rests during a proof" for what in rests]
+        notes = [f"dropout {spec.dropout:g} is on: the same masks in every layout"]
+    if any(b.positions_GT is not None for b in data):
+        notes.append("rows are packed: documents do not see each other")
+    if notes:
+        result["notes"] = notes
     return result
 
 
-def _batches(plan: Plan, spec: ModelSpec, steps: int, seed: int, valid: str) -> list[TokenBatch]:
+def synthetic_batches(
+    plan: Plan, spec: ModelSpec, steps: int, seed: int, valid: str, packed: bool
+) -> list[TokenBatch]:
+    """Return a proof's global batches, [G, T] each; ``packed``: with the positions of several documents in a row."""
     batch = plan.batch
     out: list[TokenBatch] = []
     for k in range(steps):
@@ -234,7 +244,11 @@ def _batches(plan: Plan, spec: ModelSpec, steps: int, seed: int, valid: str) -> 
             micro_batch=batch.micro_batch,
             dp=batch.dp,
         )
-        out.append((torch.from_numpy(ids), torch.from_numpy(labels)))
+        positions = None
+        if packed:
+            documents, labels = synthetic_documents(k, labels, seed)
+            positions = torch.from_numpy(positions_of(documents))
+        out.append(TokenBatch(torch.from_numpy(ids), torch.from_numpy(labels), positions))
     return out
 
 
@@ -251,6 +265,7 @@ def prove_command(
     adapter: str | None = None,
     tie: bool = False,
     valid: str = "unequal",
+    packed: bool = False,
     ladder: bool = False,
     resume: bool = False,
     resume_layout: str | None = None,
@@ -274,6 +289,10 @@ def prove_command(
     if resume and ladder:
         found, do = "--resume with --ladder", "prove them one after the other"
         problems.append(problem("E864", where="meshwright prove", found=found, do=do))
+    packed = packed or (run is not None and run.data.rows == "pack")
+    if packed and resume:
+        found, do = "packed rows with --resume", "prove them one after the other"
+        problems.append(problem("E864", where="meshwright prove", found=found, do=do))
     refuse(problems)
     assert model is not None or run is not None
     target = model if model is not None else run.model.config  # pyright: ignore[reportOptionalMemberAccess]
@@ -282,6 +301,7 @@ def prove_command(
         spec = spec_from_config({**spec.config, "tie_word_embeddings": True}, spec.name, spec.source)
     chosen = run.adapter.spec() if run is not None else None
     spec = adapted(spec, parse_adapter(adapter) if adapter is not None else chosen)
+    refuse(packing_problems(spec, "packed rows") if packed else [])
     refuse(missing_peft() if spec.adapter is not None else [], ExitCode.ENVIRONMENT)
     length = seq_len or min(DEFAULT_SEQ_LEN, spec.max_position_embeddings)
     optimizer = run.optimizer if run is not None else ProofOptimizer()
@@ -292,6 +312,7 @@ def prove_command(
         "steps": steps,
         "seed": seed,
         "valid": valid,
+        "packed": packed,
         "optimizer": optimizer,
         "max_norm": max_norm,
         "show": show,
@@ -340,6 +361,7 @@ def _prove_resume(
         target = replace(parse_layout(other), precision=layout.precision)
         resumed = plan_for(target, plan.batch.global_batch)
     settings.pop("valid")
+    settings.pop("packed")
     return prove_resume(plan, resumed, spec, **settings)
 
 

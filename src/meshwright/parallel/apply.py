@@ -348,8 +348,11 @@ def apply_plan(
     frozen = frozen_names(spec, plan.frozen)
     for name, p in causal_lm.named_parameters():
         p.requires_grad_(logical_name(name) not in frozen)
-    dropout = _dropout(causal_lm, spec, plan, view, seed)
+    dropout = _dropout(causal_lm, spec, seed)
     context = use_context(causal_lm, spec, view, plan.batch.seq_len) if layout.cp > 1 else None
+    if dropout is not None:
+        held = torch.arange(plan.batch.seq_len) if context is None else context.positions
+        place_on_axes(dropout, view, spec.attention.num_heads, held)
     schedule = parse_schedule(plan.schedule_text, name=layout.schedule)
     mine = [s for s, r in enumerate(schedule.stage_ranks) if r == view.pp_rank]
     with pending.noting():
@@ -371,7 +374,8 @@ def apply_plan(
     experts = expert_axis(spec, view) if layout.ep > 1 else None
     for index, stage in stages.items():
         stage.forward_context = lambda: forward_context(table, view.device.type)
-        stage.position_ids = None if context is None else context.position_ids
+        if context is not None:
+            stage.told = context.told
         if layout.loss == "chunked":
             halves = any(a.kind is ActionKind.WEIGHT_GRAD for a in schedule.rows[view.pp_rank])
             stage.chunked_loss = partial(chunked_loss_sum, halves=halves)
@@ -437,12 +441,11 @@ def apply_plan(
     return model
 
 
-def _dropout(causal_lm: nn.Module, spec: ModelSpec, plan: Plan, view: MeshView, seed: int) -> Dropout | None:
+def _dropout(causal_lm: nn.Module, spec: ModelSpec, seed: int) -> Dropout | None:
     """Give a whole model masks that do not depend on the layout, where it has dropout."""
     if not draws_alike(spec):
         return None
     dropout = Dropout(seed)
-    place_on_axes(dropout, view, spec.attention.num_heads, plan.batch.seq_len)
     use_dropout(causal_lm, dropout, attends=drops_probabilities(spec))
     return dropout
 

@@ -5,8 +5,10 @@ of exponentials. Two parts make l = log(exp(l1) + exp(l2)) and o = exp(l1 - l) o
 the range of the numbers. Backward of a part needs only the *final* o and l: with p = exp(s - l) the scores' gradient
 is p (dO v' - rowsum(dO o)), and gradients of queries and keys are sums over parts.
 
-Which part sees what follows from the positions (``tiles``): a stretch of queries sees all of an earlier stretch of
-keys, none of a later one, and of its own what is not ahead. Only a window's edge or documents need a mask.
+Which part sees what follows from the positions (``parallel.tiles``).
+
+With dropout o is the sum of the shares that are left, scaled by 1 / (1 - p), times their values; l is that of all shares,
+so parts add up as before. Backward: the gradient of a share that was dropped is 0, of the others dO v' / (1 - p).
 
 Shape suffixes: B micro-batch, H query heads, K key/value heads, Q queries, S keys, E head size. Key/value heads are
 never expanded: query head h reads key/value head h // (H / K).
@@ -15,124 +17,51 @@ never expanded: query head h reads key/value head h // (H / K).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from meshwright.layout.context import Run
+from meshwright.parallel.tiles import Tile
 
 ROWS_AT_ONCE = 2**24
 """Largest number of scores that the plain kernel holds at once (B x H x queries x S)."""
 
-
-@dataclass(frozen=True)
-class Rule:
-    """Which pairs of positions see each other.
-
-    Attributes:
-        causal: a query sees no later key.
-        window: a query sees keys less than this many positions before it; None for all.
-    """
-
-    causal: bool = True
-    window: int | None = None
+DRAWN_AT_ONCE = 2**21
+"""The same with dropout, whose masks are made of 64-bit numbers, several to each score."""
 
 
-@dataclass(frozen=True)
-class Tile:
-    """A rectangle of local queries [q0, q1) and local keys [k0, k1) with one kind of mask.
+class Pairs(Protocol):
+    """What is particular to the pairs of a tile: which see each other, and which shares are dropped."""
 
-    ``full``: every pair; ``causal``: as many queries as keys, at the same positions; ``masked``: by position.
-    """
+    @property
+    def draws(self) -> bool:
+        """Whether shares are dropped."""
+        ...
 
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-    kind: Literal["full", "causal", "masked"]
+    def seen(self, start: int, stop: int) -> Tensor | None:
+        """Return which keys the queries start..stop see, bool [1 or B, 1, rows, S]; None for all."""
+        ...
 
-
-def tiles(q_runs: Sequence[Run], k_runs: Sequence[Run], rule: Rule, documents: bool) -> tuple[Tile, ...]:
-    """Return the rectangles of the scores that are not all hidden; each pair that may be seen is in exactly one.
-
-    ``documents``: pairs may also be hidden by document, so that every tile needs its mask.
-    """
-    if rule.causal and rule.window is None and not documents and tuple(q_runs) == tuple(k_runs):
-        length = sum(n for _, n in q_runs)
-        return (Tile(0, length, 0, length, "causal"),)
-    found: list[Tile] = []
-    q0 = 0
-    for q_start, q_len in q_runs:
-        k0 = 0
-        for k_start, k_len in k_runs:
-            kind = _kind((q_start, q_len), (k_start, k_len), rule, documents)
-            if kind is not None:
-                _add(found, Tile(q0, q0 + q_len, k0, k0 + k_len, kind))
-            k0 += k_len
-        q0 += q_len
-    return tuple(found)
-
-
-def _kind(q: Run, k: Run, rule: Rule, documents: bool) -> Literal["full", "causal", "masked"] | None:
-    nearest, farthest = q[0] - (k[0] + k[1] - 1), q[0] + q[1] - 1 - k[0]  # smallest and largest query - key
-    if rule.causal and farthest < 0:
-        return None
-    if rule.window is not None and nearest >= rule.window:
-        return None
-    cut = rule.window is not None and farthest >= rule.window
-    if documents or cut:
-        return "masked"
-    if not rule.causal or nearest >= 0:
-        return "full"
-    return "causal" if q == k else "masked"
-
-
-def _add(found: list[Tile], new: Tile) -> None:
-    """Append ``new``, joined with an earlier full tile of the same queries or of the same keys beside it."""
-    for i, old in enumerate(found):
-        beside = (old.q0, old.q1, old.k1) == (new.q0, new.q1, new.k0)
-        below = (old.k0, old.k1, old.q1) == (new.k0, new.k1, new.q0)
-        if old.kind == new.kind == "full" and (beside or below):
-            found.pop(i)
-            return _add(found, Tile(old.q0, new.q1, old.k0, new.k1, "full"))
-    found.append(new)
-
-
-def positions_of(runs: Sequence[Run], device: torch.device) -> Tensor:
-    """Return the positions of ``runs`` in order, int64 [sum of lengths]."""
-    return torch.cat([torch.arange(start, start + n, device=device) for start, n in runs])
-
-
-def visible(
-    q_at_Q: Tensor, k_at_S: Tensor, rule: Rule, q_docs_BQ: Tensor | None, k_docs_BS: Tensor | None
-) -> Tensor:
-    """Return which keys each query sees, bool [1 or B, 1, Q, S]."""
-    ahead_QS = q_at_Q[:, None] - k_at_S[None, :]
-    seen_QS = torch.ones_like(ahead_QS, dtype=torch.bool)
-    if rule.causal:
-        seen_QS &= ahead_QS >= 0
-    if rule.window is not None:
-        seen_QS &= ahead_QS < rule.window
-    if q_docs_BQ is None or k_docs_BS is None:
-        return seen_QS[None, None]
-    return seen_QS[None, None] & (q_docs_BQ[:, None, :, None] == k_docs_BS[:, None, None, :])
+    def dropping(self, start: int, stop: int) -> Callable[[Tensor], Tensor]:
+        """Return what drops and scales numbers of the pairs [B, H, rows, S] of queries start..stop."""
+        ...
 
 
 # --- kernels: forward gives (output, log-sum-exp), backward takes the final ones ---
 
 
 def attend(
-    q_BHQE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scale: float, causal: bool, seen: Tensor | None
+    q_BHQE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scale: float, causal: bool, pairs: Pairs | None
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, Q, E] in the queries' dtype and the log-sum-exp [B, H, Q] in at least float32.
 
-    ``causal`` hides keys of a larger index (as many queries as keys); ``seen`` as ``visible`` gives it. A query that
-    sees nothing has output 0 and log-sum-exp -inf. Uses the device's fused kernel where it can (``fused``).
+    ``causal`` hides keys of a larger index (as many queries as keys); ``pairs`` hides and drops beside it. A query that
+    sees nothing has output 0 and log-sum-exp -inf. Uses the device's fused kernel where it can (``fused``): those that
+    give a log-sum-exp take neither a mask nor a dropout mask, so with ``pairs`` the plain one runs.
     """
-    if seen is None and (kernel := fused(q_BHQE, v_BKSE)) is not None:
+    if pairs is None and (kernel := fused(q_BHQE, v_BKSE)) is not None:
         if kernel == "cpu":
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q_BHQE, k_BKSE, v_BKSE, 0.0, causal, scale=scale
@@ -141,7 +70,7 @@ def attend(
             q_BHQE, k_BKSE, v_BKSE, 0.0, causal, scale=scale
         )
         return out[0], out[1]
-    return plain(q_BHQE, k_BKSE, v_BKSE, scale, causal, seen)
+    return plain(q_BHQE, k_BKSE, v_BKSE, scale, causal, pairs)
 
 
 def attend_backward(
@@ -153,10 +82,10 @@ def attend_backward(
     lse_BHQ: Tensor,
     scale: float,
     causal: bool,
-    seen: Tensor | None,
+    pairs: Pairs | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this part's share of the gradients of queries, keys and values, given the final output and log-sum-exp."""
-    if seen is None and (kernel := fused(q_BHQE, v_BKSE)) is not None:
+    if pairs is None and (kernel := fused(q_BHQE, v_BKSE)) is not None:
         if kernel == "cpu":
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad_BHQE, q_BHQE, k_BKSE, v_BKSE, out_BHQE, lse_BHQ, 0.0, causal, scale=scale
@@ -166,7 +95,7 @@ def attend_backward(
             grad_BHQE, q_BHQE, k_BKSE, v_BKSE, out_BHQE, lse_BHQ.contiguous(), None, None,
             q_BHQE.shape[2], k_BKSE.shape[2], 0.0, causal, none, none, scale=scale,
         )  # fmt: skip
-    return plain_backward(grad_BHQE, q_BHQE, k_BKSE, v_BKSE, out_BHQE, lse_BHQ, scale, causal, seen)
+    return plain_backward(grad_BHQE, q_BHQE, k_BKSE, v_BKSE, out_BHQE, lse_BHQ, scale, causal, pairs)
 
 
 def fused(q_BHQE: Tensor, v_BKSE: Tensor) -> Literal["cpu", "cuda"] | None:
@@ -184,7 +113,7 @@ def fused(q_BHQE: Tensor, v_BKSE: Tensor) -> Literal["cpu", "cuda"] | None:
 
 
 def plain(
-    q_BHQE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scale: float, causal: bool, seen: Tensor | None
+    q_BHQE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scale: float, causal: bool, pairs: Pairs | None
 ) -> tuple[Tensor, Tensor]:
     """Do what ``attend`` says with matrix products, some queries at a time, in at least float32."""
     full = torch.promote_types(q_BHQE.dtype, torch.float32)
@@ -192,10 +121,10 @@ def plain(
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     k, v = k_BKSE.to(full), v_BKSE.to(full)
-    for start, stop in _row_blocks(q_BHQE, k_BKSE):
-        scores = _scores(q_BHQE, k, scale, causal, seen, start, stop)
+    for start, stop in _row_blocks(q_BHQE, k_BKSE, pairs):
+        scores = _scores(q_BHQE, k, scale, causal, pairs, start, stop)
         lse = scores.logsumexp(-1)
-        share = _shares(scores, lse)
+        share = _dropping(pairs, start, stop)(_shares(scores, lse))
         out = _grouped(share, kv) @ v
         outs.append(_heads(out, heads, stop - start).to(q_BHQE.dtype))
         lses.append(lse)
@@ -211,7 +140,7 @@ def plain_backward(
     lse_BHQ: Tensor,
     scale: float,
     causal: bool,
-    seen: Tensor | None,
+    pairs: Pairs | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do what ``attend_backward`` says, computing the shares again some queries at a time."""
     full = torch.promote_types(q_BHQE.dtype, torch.float32)
@@ -219,30 +148,31 @@ def plain_backward(
     k, v = k_BKSE.to(full), v_BKSE.to(full)
     grad_q: list[Tensor] = []
     grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
-    for start, stop in _row_blocks(q_BHQE, k_BKSE):
-        rows = slice(start, stop)
+    for start, stop in _row_blocks(q_BHQE, k_BKSE, pairs):
+        rows, drop = slice(start, stop), _dropping(pairs, start, stop)
         grad = grad_BHQE[:, :, rows].to(full)
-        scores = _scores(q_BHQE, k, scale, causal, seen, start, stop)
+        scores = _scores(q_BHQE, k, scale, causal, pairs, start, stop)
         share = _shares(scores, lse_BHQ[:, :, rows].to(full))
         row_sum = (grad * out_BHQE[:, :, rows].to(full)).sum(-1, keepdim=True)
-        share_g, grad_g = _grouped(share, kv), _grouped(grad, kv)
+        share_g, grad_g = _grouped(drop(share), kv), _grouped(grad, kv)
         grad_v += share_g.transpose(-1, -2) @ grad_g
-        seen_by = _heads(grad_g @ v.transpose(-1, -2), heads, stop - start)
+        seen_by = drop(_heads(grad_g @ v.transpose(-1, -2), heads, stop - start))
         grad_s_g = _grouped(share * (seen_by - row_sum) * scale, kv)
         grad_q.append(_heads(grad_s_g @ k, heads, stop - start).to(q_BHQE.dtype))
         grad_k += grad_s_g.transpose(-1, -2) @ _grouped(q_BHQE[:, :, rows].to(full), kv)
     return torch.cat(grad_q, 2), grad_k.to(k_BKSE.dtype), grad_v.to(v_BKSE.dtype)
 
 
-def _row_blocks(q_BHQE: Tensor, k_BKSE: Tensor) -> list[tuple[int, int]]:
-    """Return stretches of queries whose scores together stay below ``ROWS_AT_ONCE``."""
+def _row_blocks(q_BHQE: Tensor, k_BKSE: Tensor, pairs: Pairs | None) -> list[tuple[int, int]]:
+    """Return stretches of queries whose scores together stay below ``ROWS_AT_ONCE``, or ``DRAWN_AT_ONCE``."""
     b, h, queries, _ = q_BHQE.shape
-    rows = max(1, min(queries, ROWS_AT_ONCE // max(1, b * h * k_BKSE.shape[2])))
+    most = DRAWN_AT_ONCE if pairs is not None and pairs.draws else ROWS_AT_ONCE
+    rows = max(1, min(queries, most // max(1, b * h * k_BKSE.shape[2])))
     return [(start, min(start + rows, queries)) for start in range(0, queries, rows)]
 
 
 def _scores(
-    q_BHQE: Tensor, k_BKSE: Tensor, scale: float, causal: bool, seen: Tensor | None, start: int, stop: int
+    q_BHQE: Tensor, k_BKSE: Tensor, scale: float, causal: bool, pairs: Pairs | None, start: int, stop: int
 ) -> Tensor:
     """Return the scores [B, H, rows, S] of queries start..stop, -inf where hidden."""
     kv, keys = k_BKSE.shape[1], k_BKSE.shape[2]
@@ -252,9 +182,12 @@ def _scores(
         at = torch.arange(start, stop, device=scores.device)[:, None]
         hidden = at < torch.arange(keys, device=scores.device)[None, :]
         scores = scores.masked_fill(hidden, -math.inf)
-    if seen is not None:
-        scores = scores.masked_fill(~seen[:, :, start:stop], -math.inf)
-    return scores
+    seen = None if pairs is None else pairs.seen(start, stop)
+    return scores if seen is None else scores.masked_fill(~seen, -math.inf)
+
+
+def _dropping(pairs: Pairs | None, start: int, stop: int) -> Callable[[Tensor], Tensor]:
+    return (lambda x: x) if pairs is None else pairs.dropping(start, stop)
 
 
 def _shares(scores: Tensor, lse: Tensor) -> Tensor:
@@ -288,11 +221,14 @@ class Parts:
         """Add what the tile's queries saw in it; ``out`` and ``lse`` are left as they are."""
         if not self._seen:
             self._seen = True
-            if (tile.q0, tile.q1) == (0, self.shape[2]):
+            b, h, q, e = self.shape
+            # token first in memory, as the matrix behind attention reads it: one storage serves both
+            self.out_BHQE = out.new_zeros((b, q, h, e), dtype=self.dtype).transpose(1, 2)
+            if (tile.q0, tile.q1) == (0, q):
                 # copies, because they are added to in place: selective recompute keeps the kernel's own outputs
-                self.out_BHQE, self.lse_BHQ = out.to(self.dtype, copy=True), lse.to(self.dtype, copy=True)
+                self.out_BHQE.copy_(out)
+                self.lse_BHQ = lse.to(self.dtype, copy=True)
                 return
-            self.out_BHQE = out.new_zeros(self.shape, dtype=self.dtype)
             self.lse_BHQ = out.new_full(self.shape[:3], -math.inf, dtype=self.dtype)
         rows = slice(tile.q0, tile.q1)
         before = self.lse_BHQ[:, :, rows]

@@ -10,6 +10,10 @@ Communication: in attention only (``parallel.ring``, ``parallel.ulysses``); the 
 The model is not edited: its attention modules call what stands in transformers' attention registry under the name that
 its config has. Ours reads the module's ``ContextAxis``; the mask function of the same name makes no mask, because
 ours follows from positions. What a model passes beyond that is refused, never dropped.
+
+Packed documents: the model is told positions that begin again, and in place of a mask the document of every position of
+the whole rows, which transformers hands to each attention as it is. Dropout of attention probabilities is that of
+``parallel.dropout``, by positions in the sequence.
 """
 
 from __future__ import annotations
@@ -25,8 +29,10 @@ from meshwright.base.errors import MeshwrightError, problem
 from meshwright.layout.context import Run, padded_length, runs
 from meshwright.mesh.device_mesh import MeshView
 from meshwright.model.spec import ModelSpec
-from meshwright.parallel.attend import Rule, positions_of
+from meshwright.parallel.dropout import ATTRIBUTE as PLACE
+from meshwright.parallel.dropout import Drops, Place
 from meshwright.parallel.ring import ring_attention, ring_of
+from meshwright.parallel.tiles import Rule, positions_of
 from meshwright.parallel.ulysses import ulysses_attention
 
 NAME = "meshwright_context"
@@ -63,11 +69,51 @@ class ContextAxis:
         x_ABT = nn.functional.pad(x_ABT, (0, self.padded - x_ABT.shape[-1]), value=fill)
         return x_ABT.index_select(-1, self.positions)
 
-    def attention(self, q_BHLE: Tensor, k_BKLE: Tensor, v_BKLF: Tensor, rule: Rule, scale: float) -> Tensor:
+    def told(self, packed_BT: Tensor | None) -> dict[str, Tensor]:
+        """Return what a decoder is told of positions: this rank's, and with packed rows the documents [B, 1, 1, padded].
+
+        ``packed_BT``: positions of whole rows that begin again at 0 with each document; None where a row is one. Each
+        place of the padding is a document of its own.
+        """
+        if packed_BT is None:
+            return {"position_ids": self.position_ids}
+        whole_BT = nn.functional.pad(packed_BT, (0, self.padded - packed_BT.shape[-1]))
+        documents_BT = (whole_BT == 0).cumsum(-1)
+        return {
+            "position_ids": whole_BT.index_select(-1, self.positions),
+            "attention_mask": documents_BT[:, None, None, :],
+        }
+
+    def documents(self, mask: Tensor | None, rows: int) -> Tensor | None:
+        """Return the documents [B, padded] that ``told`` gave in place of a mask, or None for anything else."""
+        if mask is None or mask.dtype != torch.int64 or tuple(mask.shape) != (rows, 1, 1, self.padded):
+            return None
+        return mask[:, 0, 0]
+
+    def attention(
+        self,
+        q_BHLE: Tensor,
+        k_BKLE: Tensor,
+        v_BKLF: Tensor,
+        rule: Rule,
+        scale: float,
+        documents_BT: Tensor | None = None,
+        drops: Drops | None = None,
+    ) -> Tensor:
         """Return the output [B, H, L, F] of this rank's queries over the keys of all ranks."""
         if self.style == "ulysses":
-            return ulysses_attention(q_BHLE, k_BKLE, v_BKLF, group=self.group, rule=rule, scale=scale)
-        return ring_attention(q_BHLE, k_BKLE, v_BKLF, ring_of(self.group, self.runs, rule, scale))
+            return ulysses_attention(
+                q_BHLE,
+                k_BKLE,
+                v_BKLF,
+                group=self.group,
+                rule=rule,
+                scale=scale,
+                documents_BT=documents_BT,
+                drops=drops,
+            )
+        ring = ring_of(self.group, self.runs, rule, scale, documents_BT, drops)
+        return ring_attention(q_BHLE, k_BKLE, v_BKLF, ring)
 
 
 def use_context(causal_lm: nn.Module, spec: ModelSpec, view: MeshView, seq_len: int) -> ContextAxis:
@@ -78,8 +124,6 @@ def use_context(causal_lm: nn.Module, spec: ModelSpec, view: MeshView, seq_len: 
     Raises:
         MeshwrightError: E262 when the model does not take its attention from transformers' registry.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     layout = view.layout
     padded = padded_length(layout, seq_len)
     held = tuple(runs(layout.cp_style, layout.cp, i, padded) for i in range(layout.cp))
@@ -93,6 +137,18 @@ def use_context(causal_lm: nn.Module, spec: ModelSpec, view: MeshView, seq_len: 
         positions=positions,
         position_ids=positions.clamp(max=seq_len - 1)[None],
     )
+    take_over(causal_lm, spec, axis)
+    return axis
+
+
+def take_over(causal_lm: nn.Module, spec: ModelSpec, axis: ContextAxis) -> None:
+    """Make the attention of a whole model that of ``axis``, in place.
+
+    Raises:
+        MeshwrightError: E262 when the model does not take its attention from transformers' registry.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     AttentionInterface.register(NAME, context_attention)
     AttentionMaskInterface.register(NAME, no_mask)
     model: Any = causal_lm
@@ -108,7 +164,6 @@ def use_context(causal_lm: nn.Module, spec: ModelSpec, view: MeshView, seq_len: 
         if tensor.role == "attention_in" and tensor.name.startswith(prefix):
             path = tensor.name.rpartition(".")[0].rpartition(".")[0]
             setattr(causal_lm.get_submodule(path), ATTRIBUTE, axis)
-    return axis
 
 
 def context_attention(
@@ -127,16 +182,18 @@ def context_attention(
     Query [B, H, L, E], key and value [B, K, L, E or F], this rank's tokens, rotated at their positions.
 
     Raises:
-        MeshwrightError: E262 for a mask, dropout or argument that would change the result.
+        MeshwrightError: E262 for a mask, argument or dropout without masks by element that would change the result.
     """
     axis: ContextAxis | None = getattr(module, ATTRIBUTE, None)
     extra = {n for n, v in others.items() if n not in WITHOUT_MEANING and v is not None and v is not False}
     found = [f"the argument {name}" for name in sorted(extra)]
     if axis is None:
         found.append("an attention that the family's table does not name")
-    if attention_mask is not None:
+    documents = None if axis is None else axis.documents(attention_mask, query.shape[0])
+    if attention_mask is not None and documents is None:
         found.append("an attention mask of its own")
-    if dropout:
+    place: Place | None = getattr(module, PLACE, None)
+    if dropout and place is None:
         found.append(f"dropout {dropout:g} of attention weights")
     if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         found.append("attention that is not causal")
@@ -149,7 +206,8 @@ def context_attention(
         low = torch.get_autocast_dtype(device)
         query, key, value = query.to(low), key.to(low), value.to(low)
     with torch.autocast(device, enabled=False):
-        out = axis.attention(query, key, value, Rule(window=window), scale)
+        drops = place.drops(query, dropout, axis.seq_len) if dropout and place is not None else None
+        out = axis.attention(query, key, value, Rule(window=window), scale, documents, drops)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -7,7 +7,8 @@ again, and a resumed run goes on with the masks that an unbroken one has.
 
 Places: every ``nn.Dropout`` of the model, by its logical name, and the dropout of attention probabilities, which fused
 kernels draw by themselves: a model that asks for it gets attention in separate operations (scores, softmax, mask,
-product), by transformers' attention registry; no class is changed.
+product), by transformers' attention registry; no class is changed. Over a context axis that is ``parallel.context``,
+which drops the same pairs of positions.
 
 Shape suffixes: B micro-batch, T tokens, D features, H heads, Q and K query and key positions.
 
@@ -17,7 +18,7 @@ Communication: none.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -138,6 +139,33 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Drops:
+    """Which attention probabilities of one forward are dropped, whichever rank has them.
+
+    Attributes:
+        keys_B: one mixed number per row of the batch.
+        p: probability of a share to go.
+        head: first head of attention that is asked about.
+        seq_len: tokens of a row of the batch.
+    """
+
+    keys_B: Tensor
+    p: float
+    head: int
+    seq_len: int
+
+    def kept(self, heads: int, q_at_Q: Tensor, k_at_K: Tensor) -> Tensor:
+        """Return which shares of ``heads`` heads stay, bool [B, heads, Q, K], by the positions of the pairs."""
+        head_H = torch.arange(self.head, self.head + heads, device=q_at_Q.device)
+        place_QK = q_at_Q[:, None] * self.seq_len + k_at_K
+        return kept(self.keys_B, head_H[:, None, None] * self.seq_len**2 + place_QK, self.p)
+
+    def from_head(self, first: int) -> Drops:
+        """Return those of the heads ``first`` and following."""
+        return replace(self, head=self.head + first)
+
+
+@dataclass(frozen=True)
 class Place:
     """One place of dropout in the model."""
 
@@ -155,13 +183,17 @@ class Place:
 
     def on_probabilities(self, x_BHQK: Tensor, p: float) -> Tensor:
         """Drop attention probabilities by row, head, query and key position."""
-        rows_B = self._rows(x_BHQK)
         _, heads, q, k = x_BHQK.shape
-        head_H = torch.arange(self.dropout.head, self.dropout.head + heads, device=x_BHQK.device)
-        place_QK = torch.arange(q, device=x_BHQK.device)[:, None] * k + torch.arange(k, device=x_BHQK.device)
-        index_HQK = head_H[:, None, None] * (q * k) + place_QK
-        keys_B = self.dropout.keys(self.number, rows_B, self.dropout.step)
-        return apply_mask(x_BHQK, kept(keys_B, index_HQK, p), p)
+        at = torch.arange(k, device=x_BHQK.device)
+        return apply_mask(x_BHQK, self.drops(x_BHQK, p, k).kept(heads, at[:q], at), p)
+
+    def drops(self, like: Tensor, p: float, seq_len: int) -> Drops:
+        """Return what drops attention probabilities of the forward that runs now.
+
+        ``like`` has the batch as its first dim, and the device; ``seq_len`` tokens are in a row of the batch.
+        """
+        keys_B = self.dropout.keys(self.number, self._rows(like), self.dropout.step)
+        return Drops(keys_B, p, self.dropout.head, seq_len)
 
     def _rows(self, x: Tensor) -> Tensor:
         rows_B = self.dropout.rows_B
@@ -234,10 +266,14 @@ def use_dropout(causal_lm: nn.Module, dropout: Dropout, *, attends: bool) -> Non
             setattr(module, ATTRIBUTE, Place(dropout, place_number(f"{logical_name(name)}.probabilities")))
 
 
-def place_on_axes(dropout: Dropout, view: MeshView, heads: int, seq_len: int) -> None:
-    """Tell ``dropout`` which heads and tokens this rank's coordinate on the tensor axis has."""
-    tp, at = view.layout.tp, view.coords["tp"]
+def place_on_axes(dropout: Dropout, view: MeshView, heads: int, positions_L: Tensor) -> None:
+    """Tell ``dropout`` which heads and tokens this rank has.
+
+    ``positions_L``: positions that its coordinate on the context axis holds, of which the tensor axis takes a part.
+    """
+    tp, at, held = view.layout.tp, view.coords["tp"], len(positions_L)
     dropout.head = at * heads // tp
+    dropout.positions[held] = positions_L
     if view.layout.sp and tp > 1:
-        each = seq_len // tp
-        dropout.positions[each] = torch.arange(at * each, (at + 1) * each)
+        each = held // tp
+        dropout.positions[each] = positions_L[at * each : (at + 1) * each]

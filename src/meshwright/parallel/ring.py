@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,16 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.layout.context import Run
-from meshwright.parallel.attend import (
-    Parts,
-    Rule,
-    Tile,
-    attend,
-    attend_backward,
-    positions_of,
-    tiles,
-    visible,
-)
+from meshwright.parallel.attend import Parts, attend, attend_backward
+from meshwright.parallel.dropout import Drops
+from meshwright.parallel.pairs import TilePairs
+from meshwright.parallel.tiles import Rule, Tile, pieces, positions_of, tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +33,9 @@ class Ring:
         runs: of each coordinate, the stretches it holds.
         rule: which positions see each other.
         scale: factor on the scores.
-        documents_BT: document of each position of the whole sequence, [B, T], or None; only equal ones see each other.
+        documents_BT: document of each position of the whole sequence, [B, T], ascending along a row, or None; only
+            equal ones see each other.
+        drops: dropout of attention probabilities, or None.
     """
 
     group: dist.ProcessGroup | None
@@ -47,6 +44,10 @@ class Ring:
     rule: Rule
     scale: float
     documents_BT: Tensor | None = field(default=None, compare=False)
+    drops: Drops | None = field(default=None, compare=False)
+    _parts: dict[int, tuple[Tile, ...]] = field(
+        default_factory=dict[int, tuple[Tile, ...]], init=False, compare=False
+    )
 
     @property
     def size(self) -> int:
@@ -55,21 +56,40 @@ class Ring:
 
     def parts(self, source: int) -> tuple[Tile, ...]:
         """Return the tiles of this rank's queries and the keys of coordinate ``source``."""
-        return tiles(self.runs[self.index], self.runs[source], self.rule, self.documents_BT is not None)
+        mine, theirs = self.runs[self.index], self.runs[source]
+        if self.documents_BT is None:
+            return tiles(mine, theirs, self.rule)
+        if source not in self._parts:  # forward and backward ask for the same
+            length, held = self.documents_BT.shape[1], self._documents
+            cut = (pieces(mine, length), pieces(theirs, length))
+            self._parts[source] = tiles(*cut, self.rule, held.__getitem__)
+        return self._parts[source]
 
-    def seen(self, tile: Tile, source: int, device: torch.device) -> Tensor | None:
-        """Return the mask of a tile that needs one."""
-        if tile.kind != "masked":
+    @cached_property
+    def _documents(self) -> dict[Run, tuple[tuple[int, int], ...]]:
+        """First and last document of every piece, row by row. Reads them from the device once."""
+        assert self.documents_BT is not None
+        length = self.documents_BT.shape[1]
+        every = [piece for runs in self.runs for piece in pieces(runs, length)]
+        at = torch.tensor([(start, start + n - 1) for start, n in every], device=self.documents_BT.device)
+        edges = self.documents_BT[:, at.view(-1)].view(-1, len(every), 2).transpose(0, 1).tolist()
+        return {
+            piece: tuple((first, last) for first, last in rows)
+            for piece, rows in zip(every, edges, strict=True)
+        }
+
+    def pairs(self, tile: Tile, source: int, q_BHQE: Tensor) -> TilePairs | None:
+        """Return the pairs of a tile that needs a mask, or whose shares are dropped."""
+        if tile.kind != "masked" and self.drops is None:
             return None
-        q_at = positions_of(self.runs[self.index], device)[tile.q0 : tile.q1]
-        k_at = positions_of(self.runs[source], device)[tile.k0 : tile.k1]
-        docs = self.documents_BT
-        return visible(
-            q_at,
-            k_at,
-            self.rule,
-            None if docs is None else docs[:, q_at],
-            None if docs is None else docs[:, k_at],
+        device = q_BHQE.device
+        return TilePairs(
+            q_at_Q=positions_of(self.runs[self.index], device)[tile.q0 : tile.q1],
+            k_at_S=positions_of(self.runs[source], device)[tile.k0 : tile.k1],
+            heads=q_BHQE.shape[1],
+            rule=self.rule if tile.kind == "masked" else None,
+            documents_BT=self.documents_BT,
+            drops=self.drops,
         )
 
 
@@ -115,9 +135,9 @@ class _RingAttention(torch.autograd.Function):
         def add(source: int, k: Tensor, v: Tensor) -> None:
             for tile in ring.parts(source):
                 rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-                seen = ring.seen(tile, source, q_BHQE.device)
+                pairs = ring.pairs(tile, source, q_BHQE)
                 out, lse = attend(
-                    q_BHQE[:, :, rows], k[:, :, keys], v[:, :, keys], ring.scale, tile.kind == "causal", seen
+                    q_BHQE[:, :, rows], k[:, :, keys], v[:, :, keys], ring.scale, tile.kind == "causal", pairs
                 )
                 parts.add(tile, out, lse)
 
@@ -142,10 +162,10 @@ class _RingAttention(torch.autograd.Function):
             grad_k, grad_v = torch.zeros_like(k, dtype=full), torch.zeros_like(v, dtype=full)
             for tile in ring.parts(source):
                 rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-                seen = ring.seen(tile, source, q.device)
+                pairs = ring.pairs(tile, source, q)
                 dq, dk, dv = attend_backward(
                     grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys],
-                    out[:, :, rows], lse[:, :, rows], ring.scale, tile.kind == "causal", seen,
+                    out[:, :, rows], lse[:, :, rows], ring.scale, tile.kind == "causal", pairs,
                 )  # fmt: skip
                 grad_q[:, :, rows] += dq
                 grad_k[:, :, keys] += dk
@@ -197,7 +217,16 @@ def ring_of(
     rule: Rule,
     scale: float,
     documents_BT: Tensor | None = None,
+    drops: Drops | None = None,
 ) -> Ring:
     """Return the ring of ``group``; ``runs`` of each of its coordinates."""
     index = 0 if group is None else group.rank()
-    return Ring(group=group, index=index, runs=tuple(runs), rule=rule, scale=scale, documents_BT=documents_BT)
+    return Ring(
+        group=group,
+        index=index,
+        runs=tuple(runs),
+        rule=rule,
+        scale=scale,
+        documents_BT=documents_BT,
+        drops=drops,
+    )

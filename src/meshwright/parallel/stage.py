@@ -117,8 +117,8 @@ class StageModule(nn.Module):
         self.chunked_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
         self.loss_sum: Callable[[Tensor, Tensor], Tensor] = token_loss_sum
         self.router_loss: RouterTerm | None = None
-        self.position_ids: Tensor | None = None
-        """Positions of the tokens that the stage is given, [1, T]; None where they are 0 .. T - 1."""
+        self.told: Callable[[Tensor | None], dict[str, Any]] = told_positions
+        """What the decoder is told of positions, from those of packed rows [B, T] or None (see ``parallel.context``)."""
 
     @property
     def is_whole(self) -> bool:
@@ -128,23 +128,14 @@ class StageModule(nn.Module):
     def logits(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return logits [B, T, V] of the last stage (this rank's columns of V where a tensor axis cuts it)."""
         if self.is_whole:
-            return self.causal_lm(input_ids=x, use_cache=False, **self._positions(positions)).logits
+            return self.causal_lm(input_ids=x, use_cache=False, **self.told(positions)).logits
         head = self.causal_lm.get_submodule(self.head_path)
         return head(self._hidden(x, positions))
 
     def _hidden(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         base = self.causal_lm.get_submodule(self.base_path)
         inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
-        return base(**inputs, use_cache=False, **self._positions(positions)).last_hidden_state
-
-    def _positions(self, packed: Tensor | None) -> dict[str, Any]:
-        """Return what a decoder is told of positions: those of packed documents, or of this rank's tokens, or nothing.
-
-        With positions that begin again and neither a mask nor a cache, transformers masks attention by document.
-        """
-        if packed is not None:
-            return {"position_ids": packed, "attention_mask": None}
-        return {} if self.position_ids is None else {"position_ids": self.position_ids}
+        return base(**inputs, use_cache=False, **self.told(positions)).last_hidden_state
 
     def forward(self, x: Tensor, labels: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Return hidden states, or the summed loss on the last stage (see the class).
@@ -198,6 +189,14 @@ def with_router_term(
         return out, whole_2BE
     assert labels_BT is not None
     return out + router.loss(whole_2BE, labels_BT)
+
+
+def told_positions(packed_BT: Tensor | None) -> dict[str, Any]:
+    """Return what a decoder that holds whole rows is told of positions: nothing, or those of packed documents.
+
+    With positions that begin again and neither a mask nor a cache, transformers masks attention by document.
+    """
+    return {} if packed_BT is None else {"position_ids": packed_BT, "attention_mask": None}
 
 
 def at_positions(positions_ABT: Tensor | None, micro_batch: int) -> dict[str, Tensor]:

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.layout.context import kv_heads_sent
-from meshwright.parallel.attend import Rule
+from meshwright.parallel.dropout import Drops
 from meshwright.parallel.ring import ring_attention, ring_of
+from meshwright.parallel.tiles import Rule
 
 
 def _swap(parts_nX: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -63,10 +64,12 @@ def ulysses_attention(
     rule: Rule,
     scale: float,
     documents_BT: Tensor | None = None,
+    drops: Drops | None = None,
 ) -> Tensor:
     """Return the attention output [B, H, L, F] of this rank's part of the sequence (part i of n on rank i).
 
     ``documents_BT``: document of each position of the whole sequence, or None; only equal ones see each other.
+    ``drops``: dropout of attention probabilities of the heads that this rank holds outside, or None.
     Communication: see the module. n divides H.
     """
     n = group.size()
@@ -83,7 +86,8 @@ def ulysses_attention(
         whole_sequence(p, b, heads_here, size)
         for p, heads_here, size in zip(sent.split(sizes, 1), (each, kv_each, kv_each), (e, e, f), strict=True)
     )
-    out = ring_attention(q, k, v, ring_of(None, [((0, n * length),)], rule, scale, documents_BT))
+    mine = None if drops is None else drops.from_head(group.rank() * each)
+    out = ring_attention(q, k, v, ring_of(None, [((0, n * length),)], rule, scale, documents_BT, mine))
     back = out.reshape(b, each, n, length, f).permute(2, 0, 1, 3, 4).flatten(1)
     got: Any = _Swap.apply(back, group)
     return got.reshape(n, b, each, length, f).transpose(0, 1).reshape(b, h, length, f)

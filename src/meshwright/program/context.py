@@ -130,4 +130,6 @@ def _flow(block: BlockSpec, before: bool, frozen: Collection[str]) -> tuple[bool
     first = norms[0].name.rpartition(".")[0]
     into = [t.name for t in norms if t.name.startswith(first + ".")]
     into += [t.name for t in block.tensors if t.role == "attention_in" or t.dims == ("head_dim",)]
+    beside = tuple(f"{name.removesuffix('.weight')}.lora_" for name in into)
+    into += [t.name for t in block.tensors if t.role == "adapter" and t.name.startswith(beside)]
     return before or trains(into), before or trains([t.name for t in block.tensors])

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -24,8 +24,13 @@ from meshwright.parallel.build import build_model, frozen_names
 from meshwright.parallel.dropout import Dropout, use_dropout
 from meshwright.parallel.precision import Float64Throughout, dtype_of
 
-TokenBatch = tuple[Tensor, Tensor]
-"""Token ids and shifted labels of a global batch, both [G, T]."""
+
+class TokenBatch(NamedTuple):
+    """A global batch: token ids and shifted labels, [G, T] each, and positions of packed documents of the same shape."""
+
+    inputs_GT: Tensor
+    labels_GT: Tensor
+    positions_GT: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +103,20 @@ def run_reference(
     gradient_max: list[dict[str, float]] = []
     weight_max: list[dict[str, float]] = []
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for k, (inputs_GT, labels_GT) in enumerate(batches):
+    for k, (inputs_GT, labels_GT, positions_GT) in enumerate(batches):
         rows_G = torch.arange(inputs_GT.shape[0])
         if recipe.reverse_rows:
-            inputs_GT, labels_GT, rows_G = inputs_GT.flip(0), labels_GT.flip(0), rows_G.flip(0)
+            rows_G = rows_G.flip(0)
         inputs_GT, labels_GT = inputs_GT.to(recipe.device), labels_GT.to(recipe.device)
         optimizer.zero_grad()
         valid = int((labels_GT != -100).sum())
         # The routers' term is one of each sequence: transformers' own number of a batch of one.
         rows = 1 if routed else recipe.rows_at_once
         loss = 0.0
-        parts = (t.split(rows) for t in (inputs_GT, labels_GT, rows_G))
-        for x_BT, y_BT, rows_B in zip(*parts, strict=True):
+        for rows_B in rows_G.split(rows):
+            x_BT, y_BT = inputs_GT[rows_B], labels_GT[rows_B]
+            # Positions that begin again, without a mask: transformers keeps documents apart.
+            packed = {} if positions_GT is None else {"position_ids": positions_GT[rows_B].to(recipe.device)}
             if dropout is not None:
                 dropout.step, dropout.rows_B = k + 1, rows_B
             context = (
@@ -118,7 +125,7 @@ def run_reference(
                 else torch.autocast(recipe.device, dtype=dtype_of(recipe.precision), enabled=autocast)
             )
             with context:
-                out = model(input_ids=x_BT, use_cache=False, **routed)
+                out = model(input_ids=x_BT, use_cache=False, **packed, **routed)
             logits_BTV = out.logits if fp64 else out.logits.float()
             part = F.cross_entropy(
                 logits_BTV.flatten(0, 1), y_BT.flatten(), ignore_index=-100, reduction="sum"

@@ -37,7 +37,7 @@ def simulate_tensor_axis(
 ) -> dict[str, Any]:
     """Return {loss_diff, max_rel_diff, worst} of the first step's loss and gradients against ``reference``.
 
-    ``plan`` has a tensor axis alone. ``batch``: token ids and labels [G, T] of the step.
+    ``plan`` has a tensor axis alone. ``batch``: the global batch of the step.
 
     Communication: that of the tensor axis, between threads of this process.
 
@@ -57,8 +57,9 @@ def simulate_tensor_axis(
             models[-1].module.eval()
     found: list[dict[str, TensorDiff]] = [{} for _ in range(degree)]
     losses = [0.0] * degree
-    ids_GT, labels_GT = batch
+    ids_GT, labels_GT, positions_GT = batch
     shape = (plan.batch.accumulation, plan.batch.micro_batch, plan.batch.seq_len)
+    positions_ABT = None if positions_GT is None else positions_GT.view(shape)
     valid = int((labels_GT != -100).sum())
     file = Path(reference.folder) / "step-0.safetensors"
 
@@ -66,7 +67,7 @@ def simulate_tensor_axis(
         model = models[i]
         model.zero_grad()
         model.begin_step(1, torch.arange(plan.batch.global_batch).view(shape[:2]))
-        loss = model.forward_backward(ids_GT.view(shape), labels_GT.view(shape), 1.0 / valid)
+        loss = model.forward_backward(ids_GT.view(shape), labels_GT.view(shape), 1.0 / valid, positions_ABT)
         model.finish_gradients()
         if fault is not None:
             fault(model, 0)

@@ -114,7 +114,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None], device_type:
     missing: set[str] = set()
     recorder = CollectiveRecorder(view.group_names())
     order_matches = True
-    for k, (inputs_GT, labels_GT) in enumerate(task.batches):
+    for k, (inputs_GT, labels_GT, positions_GT) in enumerate(task.batches):
         at(step=k + 1, action="start")
         rows_of = inputs_GT[rows].to(view.device), labels_GT[rows].to(view.device)
         file = Path(task.reference.folder) / f"step-{k}.safetensors"
@@ -136,6 +136,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None], device_type:
             "max_norm": task.max_norm,
             "scale": scale,
             "on_gradients": on_gradients,
+            "positions_ABT": None if positions_GT is None else positions_GT[rows].to(view.device),
         }
         if context is not None:
             with context:

@@ -49,14 +49,9 @@ def sequences(spec: ModelSpec, seq_len: int, tp: Ints, cp: Ints, sp: Flags, ulys
 
 def experts(spec: ModelSpec, ep: Ints, room: Ints) -> Flags:
     """Return where the expert degree divides dp * cp and the experts."""
-    if spec.moe is None or spec.adapter is not None:
+    if spec.moe is None:
         return ep == 1
     return (ep == 1) | ((room % ep == 0) & (spec.moe.num_experts % ep == 0))
-
-
-def context_degrees(spec: ModelSpec, cp: Ints) -> Flags:
-    """Return which context degrees a model can have: adapters have none above 1."""
-    return (cp == 1) | np.full(len(cp), spec.adapter is None)
 
 
 def expert_shards(layout: Layout, zero: int, shard: int, order: tuple[str, ...]) -> bool:

@@ -247,7 +247,7 @@ def _degree_grid(
     good &= space.global_batch % np.maximum(dp * micro, 1) == 0
     if "dp" in space.pins:
         good &= dp == int(space.pins["dp"])
-    good &= legal.experts(spec, ep, dp * cp) & legal.context_degrees(spec, cp)
+    good &= legal.experts(spec, ep, dp * cp)
     if not good.any():
         return None
     m = space.global_batch // np.maximum(dp * micro, 1)

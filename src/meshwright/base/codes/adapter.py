@@ -1,4 +1,4 @@
-"""Codes about adapters, offload and compiled blocks (E270-E279)."""
+"""Codes about adapters, offload and compiled blocks (E271-E285)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,6 @@ from meshwright.base.codes.info import CodeInfo
 
 CODES: Final[tuple[CodeInfo, ...]] = (
     CodeInfo(
-        code="E270",
-        title="Adapters are not built on this axis",
-        kind="code",
-        why="what this axis does inside a block is not proved with an adapter's factors in it",
-        needs="dp with any zero and shard, pp and tp",
-        do="set the degree to 1 and spread over dp, zero, tp or pp",
-        page="""LoRA runs with data parallelism, every ZeRO stage, HSDP, pipelines, tensor parallelism and recompute.
-Beside a column-cut matrix B is cut the same way and A is whole, beside a row-cut one A is cut and B is whole; the
-gradient of the whole one is summed over the axis. Context and expert parallelism are not built with it.""",
-    ),
-    CodeInfo(
         code="E271",
         title="An adapter's target is no matrix of the model's blocks",
         kind="input",
@@ -26,8 +15,20 @@ gradient of the whole one is summed over the axis. Context and expert parallelis
         needs="last parts of module names, such as q_proj or down_proj",
         do="name linear layers of the blocks, or leave adapter.targets out",
         page="""adapter.targets names linear layers by the last part of their module's name, as peft does. Without it
-every linear layer of attention and of the dense feed-forward gets an adapter. Embedding, head, norms, routers and
-fused experts (one three-dimensional tensor for all experts) take none.""",
+every linear layer of attention and of the dense feed-forward gets an adapter. Embedding, head, norms and routers take
+none; fused experts (one three-dimensional tensor for all experts): E285.""",
+    ),
+    CodeInfo(
+        code="E285",
+        title="Adapters on the experts of a mixture are not built",
+        kind="code",
+        why="all experts of a mixture are one three-dimensional tensor, which peft adapts by its name, not as a layer",
+        needs="targets among the linear layers of the blocks: attention, dense and shared feed-forward",
+        do="leave the experts out of adapter.targets; with ep they are spread, frozen as they are",
+        page="""transformers keeps a mixture's experts in two parameters, gate_up_proj and down_proj, [experts, out, in].
+peft adapts such parameters by adding to the whole tensor in every forward; its factors of all experts are in one matrix,
+whose columns would have to be cut over ep, tp and ZeRO otherwise than those of a layer. Adapters of all other matrices
+run with every axis, ep among them: the experts stay frozen and exchange tokens as before.""",
     ),
     CodeInfo(
         code="E272",

@@ -1,4 +1,4 @@
-"""Codes about sources, chat templates, rows of documents and built documents (E640-E654)."""
+"""Codes about sources, chat templates, rows of documents and built documents (E640-E656)."""
 
 from __future__ import annotations
 
@@ -102,17 +102,6 @@ pretrained weights that bring another, is refused by comparing the files. Severa
 one trained on the first of them would not fit the others.""",
     ),
     CodeInfo(
-        code="E649",
-        title="Packed documents and context parallelism do not go together yet",
-        kind="code",
-        why="the ring and the exchange of heads attend causally over a whole sequence, across the borders of documents",
-        needs="cp = 1 with data.rows pack",
-        do="set cp=1, or data.rows pad or stream",
-        page="""Packed documents travel with positions that begin again at each of them, and attention is masked by
-document. The kernels of context parallelism do not take that mask. One document a row (data.rows: pad) and a stream
-need no mask and run with cp.""",
-    ),
-    CodeInfo(
         code="E650",
         title="The folder of built documents is incomplete or damaged",
         kind="input",
@@ -168,5 +157,16 @@ losses and gradients of its documents apart is tested for each family that is al
         do="set data.rows to pad (one document a row) where documents are about as long as data.seq_len",
         page="""A row of several documents is attended under a mask of one byte for each pair of places. It is the same
 for all heads and layers of a micro-batch. The prediction of memory and time does not know it.""",
+    ),
+    CodeInfo(
+        code="W656",
+        title="Packed documents over a context axis leave the fused kernel in part",
+        kind="cost",
+        why="kernels that give a log-sum-exp take no mask, so pieces in which documents meet are multiplied out",
+        do="set data.rows to pad (one document a row) where documents are about as long as data.seq_len",
+        page="""Rows are attended to in pieces of 1/64 of their length, at least 128 positions. Pieces without a common
+document are skipped and those inside one take the device's fused kernel; where documents meet, scores are made some
+queries at a time, with a mask that is never whole. The fewer documents to a row, the fewer such pieces. The prediction of
+time counts all of a row as one document.""",
     ),
 )

@@ -314,22 +314,23 @@ each run is valid, but two layouts are then two different runs. A proof lets the
         title="The context axis cannot run this model yet",
         kind="code",
         why="a family's attention must be known to do nothing that an attention over ranks leaves out",
-        needs="a family that is built and no dropout, or cp=1",
+        needs="a family that is built, and dropout whose masks follow from the element, or cp=1",
         do="cp=1 with dp, zero or pp",
         page="""Cut over cp now: llama, mistral, qwen2, qwen3, gpt2, mixtral, qwen3_moe, phi3, with causal masks and
-sliding windows. Other families cap their scores, add biases by distance or mask in other ways. With dropout, ranks would
-draw the same masks for different tokens, which is not what one device computes.""",
+sliding windows, packed documents and dropout. Other families cap their scores, add biases by distance or mask in other
+ways. Where a router's jitter makes a model draw from each process's own generator (W207), its attention dropout does so
+too, and over cp there would be nothing to hold it against.""",
     ),
     CodeInfo(
         code="E262",
         title="The model's attention asks for something that is not done over ranks",
         kind="code",
         why="a mask or a change of the scores that was left out would train another model in silence",
-        needs="causal attention, with or without a sliding window, without masks of its own and without dropout",
+        needs="causal attention, with or without a sliding window, without masks of its own",
         do="cp=1",
         page="""With cp above 1 the attention of the model is taken over through transformers' attention interface. What a
-query sees follows from positions; every other argument that a model hands to its attention is refused, unless it is
-known to change nothing in training.""",
+query sees follows from positions and documents; every other argument that a model hands to its attention is refused,
+unless it is known to change nothing in training.""",
     ),
     CodeInfo(
         code="E265",

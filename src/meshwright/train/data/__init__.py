@@ -1,6 +1,13 @@
 """From a path to batches: corpus, tokenizer, token store, the global order, and each rank's rows of it."""
 
-from meshwright.train.data.batches import RankBatch, drawn_samples, eval_batches, rank_batch, synthetic_batch
+from meshwright.train.data.batches import (
+    RankBatch,
+    drawn_samples,
+    eval_batches,
+    rank_batch,
+    synthetic_batch,
+    synthetic_documents,
+)
 from meshwright.train.data.corpus import PYTHON_DOCS, Corpus, open_corpus
 from meshwright.train.data.order import batch_samples, rank_rows, samples_at
 from meshwright.train.data.prepare import check_data, prepare_data
@@ -32,4 +39,5 @@ __all__ = [
     "rank_rows",
     "samples_at",
     "synthetic_batch",
+    "synthetic_documents",
 ]

@@ -160,3 +160,25 @@ def synthetic_batch(
         empty = int(key_of(seed, step, 2) % np.uint64(micro_batches))
         labels[empty * micro_batch : (empty + 1) * micro_batch] = NO_LOSS
     return inputs, labels
+
+
+def synthetic_documents(step: int, labels: Ints, seed: int) -> tuple[Ints, Ints]:
+    """Return documents for the rows of a synthetic batch, and its labels without those that reach another document.
+
+    About eight documents to a row of 32 places, at least two, other borders in every row and step; a part of the rows
+    ends in padding, which carries no loss. Where nothing would be left to predict, labels stay as they are.
+
+    Shapes: ``labels`` ``[global_batch, seq_len]``, both results the same.
+    """
+    seq_len = labels.shape[1]
+    numbers = mix64(np.arange(labels.size, dtype=np.uint64) ^ key_of(seed, step, 3)).reshape(labels.shape)
+    begins = numbers % np.uint64(max(2, min(4, seq_len // 4))) == 0
+    if seq_len > 1:
+        begins[:, 1 + step % (seq_len - 1)] = True
+    begins[:, 0] = False
+    documents = np.cumsum(begins, axis=1, dtype=np.int64)
+    ends = np.zeros(labels.shape, np.bool_)
+    ends[:, :-1] = begins[:, 1:]
+    padded = (documents == documents[:, -1:]) & (numbers[:, :1] % np.uint64(2) == 0) & (documents > 0)
+    left = np.where(ends | padded, NO_LOSS, labels)
+    return documents, left if np.any(left != NO_LOSS) else labels
