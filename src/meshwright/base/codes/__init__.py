@@ -16,6 +16,7 @@ from meshwright.base.codes import (
     command,
     data,
     documents,
+    exact,
     feedback,
     layout,
     layout_text,
@@ -45,6 +46,7 @@ TABLES: Final[tuple[tuple[CodeInfo, ...], ...]] = (
     command.CODES,
     report.CODES,
     backtest.CODES,
+    exact.CODES,
     feedback.CODES,
     run.CODES,
 )
