@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem, refuse
 from meshwright.base.units import format_bytes
-from meshwright.cli.not_built import refuse_not_built
 from meshwright.cli.options import Adapter, Cluster, Freeze, GlobalBatch, Gpus, Json, Model, SeqLen
 from meshwright.cli.output import show_json
 from meshwright.cli.plan_table import describe_item
+
+if TYPE_CHECKING:
+    from meshwright.cluster.spec import ClusterSpec
+    from meshwright.layout.layout import Layout
+    from meshwright.model.spec import ModelSpec
 
 
 def estimate(
@@ -29,7 +33,9 @@ def estimate(
     gpus: Gpus = None,
     freeze: Freeze = None,
     adapter: Adapter = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Trace on fake ranks (not built yet).")] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Also trace the memory: the worst ranks, played without a GPU.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Predict time and memory of one layout; exit 1 when it is illegal or does not fit.
@@ -37,31 +43,57 @@ def estimate(
     Example: meshwright estimate llama-2-7b --cluster a100-40gb-x8 --layout "dp=8,zero=3" --seq-len 2048
     --global-batch 64
     """
-    if exact:
-        refuse_not_built(
-            "meshwright estimate --exact", "leave --exact out: the cost model answers without a trace"
-        )
     from meshwright.cluster.load import read_cluster
-    from meshwright.cost.estimate import estimate as price
     from meshwright.cost.machine_fit import calibrated
     from meshwright.layout.parse import parse_layout
     from meshwright.mesh.env import cache_folder
-    from meshwright.model.adapters import adapted, parse_adapter
-    from meshwright.model.read_hf import read_model
-    from meshwright.program.make import check_frozen
 
-    spec = adapted(read_model(model), parse_adapter(adapter) if adapter is not None else None)
     parsed = parse_layout(layout)
-    refuse(check_frozen(spec, tuple(freeze or ())))
     machine, _ = calibrated(read_cluster(cluster, gpus or parsed.world_size), cache_folder())
-    rows = schedule_rows(parsed.schedule)
-    item = price(spec, parsed, machine, seq_len, global_batch, tuple(freeze or ()), rows)
+    frozen = tuple(freeze or ())
+    try:
+        spec = _spec(model, adapter, frozen)
+    except MeshwrightError as error:
+        if not exact:
+            raise
+        from meshwright.cli.estimate_exact import traced_unknown
+
+        item = traced_unknown(error, model, parsed, machine, seq_len, global_batch, frozen, adapter)
+    else:
+        item = _priced(spec, parsed, machine, seq_len, global_batch, frozen)
+        if exact:
+            from meshwright.cli.estimate_exact import traced
+
+            item = traced(item, spec, parsed, machine, seq_len, global_batch, model, frozen)
     if as_json:
         show_json(item)
     else:
         print(_text(item, machine.device.memory.value))
     if not (item["legal"] and item["fits"]):
         raise typer.Exit(int(ExitCode.NO))
+
+
+def _spec(model: str, adapter: str | None, frozen: tuple[str, ...]) -> ModelSpec:
+    from meshwright.model.adapters import adapted, parse_adapter
+    from meshwright.model.read_hf import read_model
+    from meshwright.program.make import check_frozen
+
+    spec = adapted(read_model(model), parse_adapter(adapter) if adapter is not None else None)
+    refuse(check_frozen(spec, frozen))
+    return spec
+
+
+def _priced(
+    spec: ModelSpec,
+    layout: Layout,
+    machine: ClusterSpec,
+    seq_len: int,
+    global_batch: int,
+    frozen: tuple[str, ...],
+) -> dict[str, Any]:
+    from meshwright.cost.estimate import estimate as price
+
+    return price(spec, layout, machine, seq_len, global_batch, frozen, schedule_rows(layout.schedule))
 
 
 def schedule_rows(name: str) -> str:
@@ -86,13 +118,18 @@ def schedule_rows(name: str) -> str:
 
 def _text(item: dict[str, Any], capacity_bytes: float) -> str:
     lines = [f"{p['code']}  {p['where']}: {p['found']}\n      do     {p['do']}" for p in item["problems"]]
-    if item["predicted"] is None:
-        return "\n".join([*lines, "illegal: no prediction"])
     verdict = "fits" if item["fits"] else "does NOT fit"
     legal = "legal" if item["legal"] else "NOT legal today"
-    return "\n".join(
-        [describe_item(item, capacity_bytes), _host(item["host_bytes"]), *lines, f"{legal}; {verdict}"]
-    )
+    traced = ""
+    if item.get("exact") is not None:
+        from meshwright.cli.estimate_exact import exact_text
+
+        traced = exact_text(item, capacity_bytes)
+    if item["predicted"] is None and not traced:
+        return "\n".join([*lines, "illegal: no prediction"])
+    head = item["layout_text"] if item["predicted"] is None else describe_item(item, capacity_bytes)
+    host = [_host(item["host_bytes"])] if item.get("host_bytes") else []
+    return "\n".join([head, *host, *([traced] if traced else []), *lines, f"{legal}; {verdict}"])
 
 
 def _host(held: dict[str, float]) -> str:

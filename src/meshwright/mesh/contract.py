@@ -130,6 +130,24 @@ NAMES: Final[tuple[PrivateName, ...]] = (
 """Every private name in use. A name is added here in the same change that begins to use it."""
 
 
+EXACT_NAMES: Final[tuple[PrivateName, ...]] = (
+    PrivateName("torch._subclasses.fake_tensor", "FakeTensor", "exact.values"),
+    PrivateName("torch._subclasses.fake_tensor", "FakeTensorMode", "exact.values"),
+    PrivateName("torch._subclasses.fake_tensor", "FakeTensorMode.from_tensor", "exact.values"),
+    PrivateName("torch._subclasses.fake_tensor", "unset_fake_temporarily", "exact.values"),
+    PrivateName("torch.testing._internal.distributed.fake_pg", "FakeStore", "exact.stand_ins"),
+    PrivateName("torch.distributed.pipelining._utils", "InferenceMode", "exact.stand_ins"),
+    PrivateName("torch.distributed.pipelining.schedules", "_batch_p2p", "exact.stand_ins"),
+    PrivateName(
+        "torch.distributed.pipelining.schedules",
+        "_PipelineScheduleRuntime._warmup_p2p",
+        "exact.stand_ins",
+    ),
+    PrivateName("torch.utils._python_dispatch", "_disable_current_modes", "exact.stand_ins"),
+    PrivateName("torch", "ops.c10d._reduce_scatter_base_", "exact.timeline"),
+)
+"""Private names that only ``estimate --exact`` needs."""
+
 PIPELINE: Final = "parallel.pipeline"
 """The module whose names only a layout with pipeline stages needs."""
 

@@ -8,7 +8,7 @@ a part of the model, "build" describes large parameters and the cuts make them, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -330,10 +330,13 @@ def apply_plan(
     on_action: Callable[[str], None] = _silent,
     compile_backend: str = "inductor",
     offload_dir: Path | None = None,
+    played: Deferred | None = None,
 ) -> ParallelModel:
     """Return this rank's part of the model of ``plan``, ready to train. Every rank of the mesh calls it.
 
     ``compile_backend`` is what ``compile=blocks`` compiles with; parameters that rest in files are in ``offload_dir``.
+    ``played`` makes the parameters in place of the usual ways (whole, or part by part): for a rank that is only played,
+    without values.
 
     Raises:
         MeshwrightError: E278 for a folder without room, E546 when a stage has nothing to train, E811, E812.
@@ -341,8 +344,16 @@ def apply_plan(
     layout = plan.layout
     table = precision_table(layout)
     storage = dtype_of(table.storage)
-    with deferring(holds_a_part(layout, spec)) as pending:
-        causal_lm = build_model(plan.model_config, seed=seed, dtype=storage, weights=weights, pending=pending)
+    building = deferring(holds_a_part(layout, spec)) if played is None else nullcontext(played)
+    with building as pending:
+        causal_lm = build_model(
+            plan.model_config,
+            seed=seed,
+            dtype=storage,
+            weights=weights,
+            pending=pending,
+            device=pending.device,
+        )
     if spec.adapter is not None:
         add_adapters(causal_lm, spec, seed)
     frozen = frozen_names(spec, plan.frozen)

@@ -56,9 +56,11 @@ class Deferred:
 
     Attributes:
         active: False where the model was built whole; then ``real`` and ``fill`` change nothing.
+        device: where transformers builds the model.
     """
 
     active: bool = True
+    device: str = "cpu"
     weights: Mapping[str, Tensor] | None = None
     _held: dict[int, torch.UntypedStorage] = field(default_factory=dict[int, torch.UntypedStorage])
     _notes: dict[int, list[_Note]] = field(default_factory=dict[int, list[_Note]])

@@ -33,7 +33,7 @@ class FlatUnit:
         self.group = group
         self.params = tuple(params)
         first = self.params[0]
-        self.buffer = torch.zeros(sum(p.numel() for p in params), dtype=first.dtype, device=first.device)
+        self.buffer = first.detach().new_zeros(sum(p.numel() for p in params))
         self.views: list[Tensor] = []
         offset = 0
         for p in self.params:

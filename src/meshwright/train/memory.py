@@ -209,10 +209,16 @@ def with_allocator(memory: MemoryBytes, device: torch.device) -> MemoryBytes:
 
 @contextmanager
 def watch_step(
-    model: ParallelModel, optimizer: torch.optim.Optimizer, batch: Iterable[Tensor]
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    batch: Iterable[Tensor],
+    counter: LiveBytes | None = None,
 ) -> Iterator[LiveBytes]:
-    """Count the live bytes of a step that starts now with what rests on this rank and its ``batch``."""
-    counter = LiveBytes()
+    """Count the live bytes of a step that starts now with what rests on this rank and its ``batch``.
+
+    ``counter``: a fresh one that also notes something else.
+    """
+    counter = counter or LiveBytes()
     for category, tensors in state_tensors(model, optimizer).items():
         counter.add(tensors, category)
     counter.add(batch, "batch")

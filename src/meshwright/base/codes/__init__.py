@@ -17,6 +17,7 @@ from meshwright.base.codes import (
     command,
     data,
     documents,
+    exact,
     faults,
     feedback,
     layout,
@@ -49,6 +50,7 @@ TABLES: Final[tuple[tuple[CodeInfo, ...], ...]] = (
     command.CODES,
     report.CODES,
     backtest.CODES,
+    exact.CODES,
     feedback.CODES,
     run.CODES,
 )
