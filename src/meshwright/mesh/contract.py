@@ -124,6 +124,7 @@ NAMES: Final[tuple[PrivateName, ...]] = (
     PrivateName("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING", "checkpoint.metadata"),
     PrivateName("torch.distributed.checkpoint.filesystem", "_StorageInfo", "checkpoint.metadata"),
     PrivateName("torch.serialization", "_get_layout", "checkpoint.metadata"),
+    PrivateName("torch._utils", "_rebuild_tensor_v2", "checkpoint.piece_files"),
     PrivateName("torch.utils._python_dispatch", "TorchDispatchMode", "parallel.record"),
     PrivateName("torch.utils._pytree", "tree_leaves", "train.memory"),
 )
