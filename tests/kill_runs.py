@@ -292,6 +292,8 @@ class Survivor:
         home = self.folder / name
         newest, _ = latest_checkpoint(home / "checkpoints")
         before = int(newest.name.split("-")[1]) if newest is not None else 0
+        if before == STEPS:  # killed after its last save: nothing is left to train
+            return True
         kill = self._choose(before) if plant else None
         file = self.folder / f"{name}.log"
         said = len(file.read_text()) if file.exists() else 0

@@ -137,7 +137,12 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     kept = np.where(three, 0.0, x.compute * x.full)  # gathered from first forward to last backward
     optimizer = np.where(x.away > 0, 0.0, 2.0 * x.storage * x.trainable_resting)
     gradient_shards = x.storage * x.trainable_resting
-    casts = x.autocast * x.compute * x.cast
+    # autocast's casts wait for their block's backward; those of a block that runs again are gone until then
+    again = x.recompute > 0
+    all_casts = x.autocast * x.compute * x.cast
+    head_casts = x.autocast * x.compute * np.maximum(x.cast - (x.full - x.root), 0.0)
+    casts = np.where(again, head_casts, all_casts) * x.in_flight
+    casts_in_block = np.where(again, x.autocast * x.compute * np.minimum(x.block, x.cast), casts)
 
     parameters = rest + np.where(sharded, kept, 0.0)
     # what accumulation has left when the last micro-batch is computed
@@ -168,7 +173,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         "activations": acts - x.half * x.captured,
         "logits": np.where(chunked, CHUNK_LOGITS_BYTES * x.logits + x.kept_loss, LOSS_LOGITS_BYTES * x.logits)
         + kept_logits,
-        "working": casts * x.in_flight + forward_units + x.boundary + stale,
+        "working": casts + forward_units + x.boundary + stale,
     }
     # the head's gradient, while the logits' gradient still lives
     wide = np.where(x.compute < 4.0, x.compute + 4.0, x.compute)
@@ -178,7 +183,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         "optimizer": optimizer,
         "activations": acts,
         "logits": np.where(chunked, x.kept_loss, wide * x.logits) + kept_logits,
-        "working": casts * x.in_flight
+        "working": casts
         + stale
         + backward_units
         + x.boundary
@@ -198,7 +203,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         "optimizer": optimizer,
         "activations": acts - x.final,
         "logits": kept_logits,
-        "working": casts * x.in_flight
+        "working": casts_in_block
         + backward_units
         + x.boundary
         + x.recompute
@@ -227,7 +232,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         "optimizer": optimizer,
         "activations": acts - x.activations - x.half * x.captured,
         "logits": kept_logits,
-        "working": casts * (x.in_flight - 1.0)
+        "working": np.where(again, 0.0, all_casts * (x.in_flight - 1.0))
         + x.boundary
         + np.where(sharded & (x.halves > 0), np.maximum(swept, whole), swept),
     }
@@ -248,7 +253,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     # the end of an input half, and the start of a weight half: nothing of this micro-batch is freed
     unfinished = np.where((x.logits > 0) & ~chunked, x.kept_loss, 0.0)
     always = {"parameters": parameters, "gradients": held, "optimizer": optimizer, "activations": acts}
-    around = casts * x.in_flight + backward_units + x.boundary + stale
+    around = casts_in_block + backward_units + x.boundary + stale
     inputs = always | {"logits": kept_logits + unfinished, "working": around + x.edge}
     unit = np.where(sharded, x.compute * x.block_trainable, wide * x.tensor)
     weights = always | {"logits": kept_logits, "working": around + unit}

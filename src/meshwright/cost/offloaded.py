@@ -64,11 +64,8 @@ def moments_away(x: StageLoad, moments: list[dict[str, Floats]]) -> list[dict[st
         (none, none, none),
     )
     blocks = np.maximum((x.full - x.root) / np.maximum(x.block, 1.0), 1.0)
-    # autocast's casts of what is recomputed live in their block only; all others until their block's backward
-    casts = x.autocast * x.compute * x.cast
-    again = casts * np.where(two & ~sharded & (x.recompute > 0), 1.0, 0.0)
-    fewer = again * (x.in_flight - 1.0 / blocks)
-    freed = (fewer, fewer, fewer, again * (x.in_flight - 1.0), none)
+    # autocast's casts wait for their block's backward, but for those of blocks that run again
+    casts = np.where(x.recompute > 0, 0.0, x.autocast * x.compute * x.cast)
     out = list(moments)
     for i, (values, sums, shards) in enumerate(shown):
         before = moments[i]
@@ -77,7 +74,7 @@ def moments_away(x: StageLoad, moments: list[dict[str, Floats]]) -> list[dict[st
             "parameters": np.where(sharded, gathered, size * values),
             "gradients": np.where(sharded, shards, size * sums),
             "optimizer": none,
-            "working": before["working"] - freed[i],
+            "working": before["working"],
         }
         out[i] = {
             name: np.where(two, own[name], held) if name in own else held for name, held in before.items()
@@ -85,7 +82,7 @@ def moments_away(x: StageLoad, moments: list[dict[str, Floats]]) -> list[dict[st
     later = out[2] | {
         "gradients": out[2]["gradients"] + size * second,
         "activations": out[2]["activations"] - x.activations / blocks,
-        "working": out[2]["working"] - (casts - again) / blocks,
+        "working": out[2]["working"] - casts / blocks,
     }
     some = two & ~sharded & (blocks > 1)
     return [*out, {name: np.where(some, held, 0.0) for name, held in later.items()}]

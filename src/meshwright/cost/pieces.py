@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import ceil, prod
 
 from meshwright.cluster.spec import ClusterSpec
@@ -164,6 +165,7 @@ EXPERT_ROLES = ("expert_in", "expert_out")
 """Tensors that the expert axis cuts."""
 
 
+@lru_cache(maxsize=8192)
 def unit_tensor_shape(tensor: TensorSpec, attention: AttentionSpec, tp: int, ep: int) -> tuple[int, ...]:
     """Return the sizes of a tensor on one rank of the tensor and expert axes."""
     if tp == 1 and ep == 1:
