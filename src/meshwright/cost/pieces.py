@@ -7,7 +7,7 @@ one once and puts columns together from them; a single prediction uses the same 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, prod
 
@@ -223,6 +223,40 @@ def _signature(block: BlockSpec, stopped: frozenset[str]) -> tuple[object, ...]:
     return (block.kind, block.ffn_size, block.sliding_window, tensors)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """Seconds of a block's matrix products: forward, of both gradients and of the weights' alone, and its model FLOPs.
+
+    ``redone`` are the seconds forward of every other one, ``linears`` the calls.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    flops: float
+    redone: float
+    linears: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What of a block's work is the same whatever is recomputed.
+
+    ``work`` is that of a block that keeps everything, but for its communication; ``ahead`` and ``behind`` are seconds of
+    attention, ``entry`` the bytes of the block's input, ``extra`` and ``also_saved`` those of ``_selective_bytes``, and
+    ``tensor`` seconds of the tensor axis.
+    """
+
+    work: Work
+    products: Products
+    ahead: float
+    behind: float
+    entry: float
+    extra: float
+    also_saved: float
+    tensor: float
+
+
 @dataclass
 class Pricer:
     """Prices pieces of one model on one cluster at one sequence length and precision, each distinct one once.
@@ -245,6 +279,10 @@ class Pricer:
     stopped: frozenset[str] = frozenset()
     eight: DeviceRates | None = None
     _blocks: dict[tuple[int, WorkKey], Work] = field(default_factory=dict[tuple[int, WorkKey], Work])
+    _products: dict[tuple[int, float, int, int], Products] = field(
+        default_factory=dict[tuple[int, float, int, int], Products]
+    )
+    _parts: dict[tuple[int, WorkKey], Parts] = field(default_factory=dict[tuple[int, WorkKey], Parts])
     _ends: dict[tuple[str, WorkKey, str], Work] = field(default_factory=dict[tuple[str, WorkKey, str], Work])
 
     @property
@@ -268,7 +306,7 @@ class Pricer:
     def block(self, kind: int, key: WorkKey) -> Work:
         """Return the work of one micro-batch through a block of this kind."""
         if (kind, key) not in self._blocks:
-            self._blocks[kind, key] = self._price_block(self.kinds[kind], key)
+            self._blocks[kind, key] = self._price_block(kind, key)
         return self._blocks[kind, key]
 
     def embedding(self, key: WorkKey) -> Work:
@@ -349,78 +387,112 @@ class Pricer:
             return per_block * 2.0 * (gather + scatter)
         return per_block * 2.0 * float(self.times.seconds("all_reduce", num_bytes, shape))
 
-    def _price_block(self, block: BlockSpec, key: WorkKey) -> Work:
-        spec, r, c = self.spec, self.rates, self.compute_bytes
+    def _price_block(self, kind: int, key: WorkKey) -> Work:
+        same = replace(key, recompute="none")
+        if (kind, same) not in self._parts:
+            self._parts[kind, same] = self._price_parts(kind, same)
+        x = self._parts[kind, same]
+        block, whole, entry = self.kinds[kind], x.work.kept, x.entry
         tokens = key.micro_batch * self.seq_len / key.cp
-        forward = backward = weight = flops = redone = 0.0
-        linears = products = 0
-        for tensor in block.tensors:
-            if len(tensor.shape) < 2 or tensor.role in ("norm", "position"):
-                continue
-            ahead, behind, mine, work, calls = self._matmul(tensor, block, tokens, key)
-            forward += ahead
-            backward += behind + mine
-            weight += mine
-            flops += work
-            linears += calls
-            if tensor.role in MATMUL_ROLES:
-                products += 1
-                redone += ahead if products % 2 else 0.0
+        again_s = {"none": 0.0, "full": x.work.forward}.get(
+            key.recompute, x.work.forward - x.products.forward - x.ahead + x.products.redone
+        )
+        # what a recomputed forward makes beside what was kept
+        again = {"none": 0.0, "full": whole - entry}.get(key.recompute, whole - entry - x.also_saved)
+        return replace(
+            x.work,
+            recompute=again_s,
+            tensor=x.tensor * 1.5 if key.recompute == "full" else x.tensor,
+            context=self._context(key, x.ahead, x.behind),
+            expert=self._expert(block, key, tokens),
+            kept={"none": whole, "full": entry}.get(key.recompute, entry + x.extra),
+            again=again,
+            captured=x.work.captured + again,
+        )
+
+    def _price_parts(self, kind: int, key: WorkKey) -> Parts:
+        spec, r, c = self.spec, self.rates, self.compute_bytes
+        block = self.kinds[kind]
+        tokens = key.micro_batch * self.seq_len / key.cp
+        products = self._block_products(kind, tokens, key)
         heads = spec.num_heads / key.tp
         width = (spec.attention.head_dim + (spec.attention.value_head_dim or spec.attention.head_dim)) / 2
         seen = min(self.seq_len, block.sliding_window or self.seq_len)
         # with cp each rank has 1/cp of the queries against all keys
         ahead, behind = r.attention_s(key.micro_batch, heads, float(self.seq_len), width)
         share = (seen / self.seq_len) * (2.0 - seen / self.seq_len) / key.cp
-        products_s = forward
-        forward += ahead * share
-        backward += behind * share
+        forward = products.forward + ahead * share
+        backward = products.backward + behind * share
+        flops = products.flops
         flops += 3.0 * attention_flops(key.micro_batch, heads, float(self.seq_len), width) * share
         whole = self._saved(block, key)
         passes = PASSES["gpu" if r.overlaps else "cpu"]
         forward += passes[0] * whole / r.copy_rate
         backward += passes[1] * whole / r.copy_rate
-        ops, nodes = block_operations(spec, block, linears, autocast=key.autocast)
+        ops, nodes = block_operations(spec, block, products.linears, autocast=key.autocast)
         if r.overlaps:  # a GPU runs kernels while the host launches the next ones
             forward, backward = max(forward, ops * r.op_s), max(backward, nodes * r.backward_op_s)
         else:
             forward += ops * r.op_s
             backward += nodes * r.backward_op_s
         captured = self._captured(block, tokens, key)
-        # a GPU's host walks the graph while earlier kernels run
-        split = 0.0 if r.overlaps else self._split_s(nodes, captured)
-        tensor_s = self._tp_pair(key, 2)
-        again_s = {"none": 0.0, "full": forward}.get(
-            key.recompute, forward - products_s - ahead * share + redone
-        )
-        if key.recompute == "full":
-            tensor_s *= 1.5
-        wide = self._residual_bytes(key)
-        entry = tokens * spec.hidden_size * wide / (key.tp if key.sp else 1)
+        entry = tokens * spec.hidden_size * self._residual_bytes(key) / (key.tp if key.sp else 1)
         extra, also_saved = self._selective_bytes(block, tokens, key)
-        kept = {"none": whole, "full": entry}.get(key.recompute, entry + extra)
-        # what a recomputed forward makes beside what was kept
-        again = {"none": 0.0, "full": whole - entry}.get(key.recompute, whole - entry - also_saved)
         # gradients of the feed-forward's width, when the saved input of its last product is gone already
         wide_ones = 2.0 if block.moe is None else 3.0
         widest = max(block.ffn_size, block.moe.ffn_size * block.moe.experts_per_token if block.moe else 0)
-        return Work(
+        work = Work(
             forward=forward,
             backward=backward,
-            recompute=again_s,
-            tensor=tensor_s,
-            context=self._context(key, ahead * share, behind * share),
-            expert=self._expert(block, key, tokens),
-            kept=kept,
-            again=again,
-            captured=captured + again,
-            split=split,
-            weight=weight,
+            kept=whole,
+            captured=captured,
+            # a GPU's host walks the graph while earlier kernels run
+            split=0.0 if r.overlaps else self._split_s(nodes, captured),
+            weight=products.weight,
             edge=(4.0 if spec.norm == "rmsnorm" else 2.0) * entry,
             transient=tokens * c * (wide_ones * widest / key.tp + 2.0 * spec.hidden_size)
             + self._copies(block, tokens, key),
             flops=flops,
         )
+        return Parts(
+            work=work,
+            products=products,
+            ahead=ahead * share,
+            behind=behind * share,
+            entry=entry,
+            extra=extra,
+            also_saved=also_saved,
+            tensor=self._tp_pair(key, 2),
+        )
+
+    def _block_products(self, kind: int, tokens: float, key: WorkKey) -> Products:
+        """Return what the matrix products of a block take, which depends on its tokens and on how it is cut."""
+        slot = (kind, tokens, key.tp, key.ep)
+        if slot not in self._products:
+            block = self.kinds[kind]
+            forward = backward = weight = flops = redone = 0.0
+            linears = products = 0
+            for tensor in block.tensors:
+                if len(tensor.shape) < 2 or tensor.role in ("norm", "position"):
+                    continue
+                ahead, behind, mine, work, calls = self._matmul(tensor, block, tokens, key)
+                forward += ahead
+                backward += behind + mine
+                weight += mine
+                flops += work
+                linears += calls
+                if tensor.role in MATMUL_ROLES:
+                    products += 1
+                    redone += ahead if products % 2 else 0.0
+            self._products[slot] = Products(
+                forward=forward,
+                backward=backward,
+                weight=weight,
+                flops=flops,
+                redone=redone,
+                linears=linears,
+            )
+        return self._products[slot]
 
     def _copies(self, block: BlockSpec, tokens: float, key: WorkKey) -> float:
         """Return the bytes of the 8-bit copies that the largest linear layer of a block makes (0 without fp8)."""

@@ -23,21 +23,7 @@ from meshwright.cost.pieces import Pricer, UnitSize, Work, sharding_stage, work_
 from meshwright.cost.rows import Index, Rows
 from meshwright.layout.layout import Layout
 
-BLOCK_KEYS: Final = (
-    *(
-        "tp",
-        "sp",
-        "cp",
-        "cp_style",
-        "ep",
-        "micro_batch",
-        "recompute",
-        "kv_heads",
-        "compile",
-        "offload",
-        "plain",
-    ),
-)
+BLOCK_KEYS: Final = ("tp", "sp", "cp", "cp_style", "ep", "micro_batch", "recompute", "plain")
 """Columns that the work of a block and of the embedding depends on; the head's also on ``loss``."""
 UNIT_KEYS: Final = ("tp", "ep", "dp", "cp", "order", "shard", "plain")
 """Columns that the sizes and the data-parallel communication of units depend on, beside the pipeline degree."""
@@ -76,14 +62,18 @@ class Numbered:
 
     def look(self, rows: Rows) -> Index:
         """Return [rows] the number of each row's combination; its figure is ``figures[number]``."""
-        names = (*self.names, *(placed_by(rows) if "ep" in self.names and "order" not in self.names else ()))
+        work = "ep" in self.names and "order" not in self.names
+        places = placed_by(rows) if work else ()
+        names = (*self.names, *places)
         tables = tuple(rows.values[name] for name in names)
         code = np.zeros(len(rows), dtype=np.int64)
         for name, table in zip(names, tables, strict=True):
             if len(table) > 1:
                 code *= len(table)
                 code += rows.codes[name]
-        space = (rows.pp, tables)
+        # groups of tp and cp that are innermost are the same in every pipeline, and so is the work of a block
+        alike = work and not places and max(rows.values["ep"]) == 1
+        space = (0 if alike else rows.pp, tables)
         if space not in self._seen:
             cells = int(np.prod([len(t) for t in tables]))
             self._seen[space] = np.full(cells, -1, dtype=np.int32)

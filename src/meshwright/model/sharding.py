@@ -8,6 +8,7 @@ output; row-cut matrices keep the matching slice of their input and leave a part
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Literal, TypeAlias
 
 from meshwright.model.spec import AttentionSpec, ModelSpec, TensorSpec
@@ -51,6 +52,7 @@ class Rule:
     ep_dim: int | None
 
 
+@lru_cache(maxsize=4096)
 def rule(tensor: TensorSpec) -> Rule:
     """Return how the tensor and expert axes cut ``tensor``."""
     ep_dim = 0 if tensor.dims[0] == "experts" and tensor.role in ("expert_in", "expert_out") else None
