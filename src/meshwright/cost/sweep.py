@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Final
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from meshwright.cost.fast import (
     stage_load,
 )
 from meshwright.cost.memory import StageLoad, outside_allocator, peak_memory
+from meshwright.cost.offload import is_away
 from meshwright.cost.offloaded import away_codes, away_seconds
 from meshwright.cost.pieces import Pricer
 from meshwright.cost.rows import Index, Rows
@@ -31,10 +33,17 @@ from meshwright.cost.slots import Slot
 from meshwright.cost.tables import EDGES, SECONDS, SIZES, WORK, Tables
 from meshwright.schedule.generate import SPLIT
 
+MOVED: Final = (*SECONDS, *EDGES, "trainable_resting", "trainable_tensors")
+"""Figures of a stage's units that a row's seconds are made of; ``HELD`` those of its bytes."""
+HELD: Final = (
+    *("full", "trainable", "resting", "trainable_resting", "matmul", "largest"),
+    *("root", "root_trainable", "block", "block_trainable"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Swept:
-    """What each row holds and costs.
+class Timed:
+    """What each row takes.
 
     Attributes:
         forward, backward: [rows, stage runs] seconds of one micro-batch, exposed communication in it included;
@@ -42,9 +51,6 @@ class Swept:
         send: [rows] seconds of one message between stages.
         rest: [rows] seconds of a step beside the pipeline: data once a step, optimizer, other.
         least: [rows] seconds of a step that the clock cannot undercut.
-        load: [rows, stage runs] what stages hold.
-        outside: [rows, 1] bytes beside the allocator.
-        peak: [rows] bytes of the fullest rank.
     """
 
     forward: Floats
@@ -53,15 +59,54 @@ class Swept:
     send: Floats
     rest: Floats
     least: Floats
+
+    def take(self, index: Index) -> Timed:
+        """Return some of the rows, in the order of ``index``."""
+        return Timed(**{f.name: getattr(self, f.name)[index] for f in fields(Timed)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swept(Timed):
+    """What each row takes and holds.
+
+    Attributes:
+        load: [rows, stage runs] what stages hold.
+        outside: [rows, 1] bytes beside the allocator.
+        peak: [rows] bytes of the fullest rank.
+    """
+
     load: StageLoad
     outside: Floats
     peak: Floats
 
 
-def sweep(tables: Tables, rows: Rows, slot: Slot) -> Swept:
-    """Return what every row holds and costs; ``slot`` describes the stages that all rows share."""
+TIME: Final = ("forward", "backward", "recompute", "tensor", "context", "expert", "split", "weight")
+"""Figures of Work that a row's seconds are made of; ``MEMORY`` those of its bytes."""
+MEMORY: Final = ("kept", "again", "transient", "final", "loss", "captured", "edge")
+
+
+def sweep(tables: Tables, rows: Rows, slot: Slot, timed: Timed | None = None) -> Swept:
+    """Return what every row takes and holds; ``slot`` describes the stages that all rows share.
+
+    ``timed`` are their seconds where they are known.
+    """
     pricer = tables.pricer
-    work, table = _work(tables, rows, slot), _units(tables, rows, slot)
+    times = step_seconds(tables, rows, slot) if timed is None else timed
+    work, table = _work(tables, rows, slot, MEMORY), _units(tables, rows, slot, HELD)
+    m, zero = rows.column("accumulation"), rows.column("stage")
+    load = _load(pricer, rows, slot, work, table, m, zero)
+    outside = _outside(pricer, rows, slot)[:, None]
+    peak = _peak(pricer, rows, slot, load, m, outside)
+    held = {f.name: getattr(times, f.name) for f in fields(Timed)}
+    return Swept(**held, load=load, outside=outside, peak=peak)
+
+
+def step_seconds(tables: Tables, rows: Rows, slot: Slot) -> Timed:
+    """Return what every row takes."""
+    pricer = tables.pricer
+    homes = rows.values["offload"]
+    away = any(is_away(home) for home in homes)
+    work, table = _work(tables, rows, slot, TIME), _units(tables, rows, slot, () if away else MOVED)
     splits = rows.flag("schedule", *ALL_SPLIT)[:, None] & (slot.first > 0)
     work["backward"] = work["backward"] + np.where(splits, work["split"], 0.0)
     m, zero = rows.column("accumulation"), rows.column("stage")
@@ -80,11 +125,12 @@ def sweep(tables: Tables, rows: Rows, slot: Slot) -> Swept:
     send = _gathered(tables, "sends", rows, slot)
     once = _over(slot, waits.once).max(axis=1)
     update = optimizer_seconds(pricer, table)
-    windows = (m[:, None], zero[:, None], work["forward"], behind, update)
-    homes = rows.values["offload"]
-    waited = away_seconds(pricer, homes, rows.codes["offload"].astype(np.intp), table, *windows)
-    away = _over(slot, waited).max(axis=1)
-    rest = once + _over(slot, update).max(axis=1) + away + other_seconds(pricer, rows.layout(0).world_size)
+    rest = once + _over(slot, update).max(axis=1)
+    if away:
+        windows = (m[:, None], zero[:, None], work["forward"], behind, update)
+        waited = away_seconds(pricer, homes, rows.codes["offload"].astype(np.intp), table, *windows)
+        rest = rest + _over(slot, waited).max(axis=1)
+    rest = rest + other_seconds(pricer, rows.layout(0).world_size)
     if pricer.spec.tied_embeddings and slot.pp > 1:
         rest = rest + _gathered(tables, "tied", rows, slot)
     weight = work["weight"] + np.where(splits, 0.5 * work["split"], 0.0) + waits.backward
@@ -94,20 +140,7 @@ def sweep(tables: Tables, rows: Rows, slot: Slot) -> Swept:
         # ranks that wait leave their cores to others: never shorter than the work of all over all ranks
         mean = ((forward + backward) * slot.length).sum(axis=1) / slot.pp
         length = np.minimum(length, m * mean)
-    load = _load(pricer, rows, slot, work, table, m, zero)
-    outside = _outside(pricer, rows, slot)[:, None]
-    peak = _peak(pricer, rows, slot, load, m, outside)
-    return Swept(
-        forward=forward,
-        backward=backward,
-        weight=weight,
-        send=send,
-        rest=rest,
-        least=length + rest,
-        load=load,
-        outside=outside,
-        peak=peak,
-    )
+    return Timed(forward=forward, backward=backward, weight=weight, send=send, rest=rest, least=length + rest)
 
 
 def _peak(pricer: Pricer, rows: Rows, slot: Slot, load: StageLoad, m: Floats, outside: Floats) -> Floats:
@@ -219,8 +252,11 @@ def _work(tables: Tables, rows: Rows, slot: Slot, names: tuple[str, ...] = WORK)
     return out
 
 
-def _units(tables: Tables, rows: Rows, slot: Slot) -> dict[str, Floats]:
-    """Return [rows, stage runs] sizes and data-parallel seconds of each stage, by the names of ``fast``'s table."""
+def _units(tables: Tables, rows: Rows, slot: Slot, names: tuple[str, ...] = ()) -> dict[str, Floats]:
+    """Return [rows, stage runs] sizes and data-parallel seconds of each stage, by the names of ``fast``'s table.
+
+    With ``names`` only those.
+    """
     units = tables.of_pipeline("units", slot.pp, slot.num_stages)
     at = units.look(rows)
     assert units.figures is not None
@@ -228,7 +264,8 @@ def _units(tables: Tables, rows: Rows, slot: Slot) -> dict[str, Floats]:
     figures = units.figures[used]
     sizes = {name: figures[:, i] for i, name in enumerate(SIZES)}
     seconds = {name: figures[:, len(SIZES) + i] for i, name in enumerate((*SECONDS, *EDGES))}
-    return {name: column[at] for name, column in _per_stage(slot, sizes, seconds).items()}
+    found = _per_stage(slot, sizes, seconds)
+    return {name: found[name][at] for name in names or found}
 
 
 def _per_stage(slot: Slot, sizes: Mapping[str, Floats], seconds: Mapping[str, Floats]) -> dict[str, Floats]:

@@ -19,7 +19,7 @@ from meshwright.cost.predict import OOM_GATE, oom_probability
 from meshwright.cost.replay import makespans
 from meshwright.cost.rows import Index, Rows
 from meshwright.cost.slots import Slot, make_slot
-from meshwright.cost.sweep import Swept, block_floors, sweep
+from meshwright.cost.sweep import Swept, block_floors, step_seconds, sweep
 from meshwright.cost.tables import Tables
 from meshwright.layout.layout import Layout
 from meshwright.schedule.clock import run_clock
@@ -180,22 +180,33 @@ def nearest_misses(surveyed: Sequence[Surveyed], best: Best) -> None:
     order = np.argsort(memory, kind="stable")
     chosen = order[: int(np.searchsorted(np.cumsum(count[order]), 4 * FIRST_LAYOUTS)) + 1]
     for i in np.unique(place[chosen]):
-        _price(surveyed[int(i)], index[chosen[place[chosen] == i]], best)
+        _price(surveyed[int(i)], index[chosen[place[chosen] == i]], best, every=True)
 
 
-def _price(one: Surveyed, index: Index, best: Best) -> None:
+def _price(one: Surveyed, index: Index, best: Best, *, every: bool = False) -> None:
+    """Price the layouts of some blocks; with ``every`` those too whose seconds alone leave them out."""
     rows = one.blocks.expand(index)
     if not len(rows):
         return
-    priced = sweep(one.tables, rows, one.slot)
+    times = step_seconds(one.tables, rows, one.slot)
+    if best.found and not every:
+        # something fits, so that nobody asks for near misses: bytes only of what is fast enough
+        memory = np.repeat(one.memory[index], one.blocks.count[index])
+        some = np.flatnonzero(~best.beaten(times.least, memory))
+        if not len(some):
+            return
+        if len(some) < len(rows):
+            rows, times = rows.take(some), times.take(some)
+    priced = sweep(one.tables, rows, one.slot, times)
     best.searched += len(rows)
     fits = priced.peak <= best.limit
     best.fitting += int(fits.sum())
-    for i in np.argsort(priced.peak, kind="stable")[: best.wanted]:
-        at = int(i)
-        best.smallest.append(_candidate(one, rows, at, float(priced.least[at]), priced, best.limit))
-    best.smallest.sort(key=lambda c: (c.peak, c.seconds))
-    del best.smallest[best.wanted :]
+    if every or not best.found:
+        for i in np.argsort(priced.peak, kind="stable")[: best.wanted]:
+            at = int(i)
+            best.smallest.append(_candidate(one, rows, at, float(priced.least[at]), priced, best.limit))
+        best.smallest.sort(key=lambda c: (c.peak, c.seconds))
+        del best.smallest[best.wanted :]
     could = np.flatnonzero(fits)
     could = could[~best.beaten(priced.least[could], priced.peak[could])]
     key = priced.peak if best.by_memory else priced.least
