@@ -7,7 +7,7 @@ the shard group, the order of axes and what is offloaded. A whole block can be l
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -34,8 +34,24 @@ SINGLE: Final = ("1f1b", "gpipe", "zb-h1")
 
 Runs: TypeAlias = frozenset[tuple[int, bool, str]]
 """ZeRO stages, whether the shard group is all of dp * cp, and offloads that run together."""
-Allowed: TypeAlias = dict[tuple[Any, ...], Runs]
-"""What runs, by what of a layout the rules look at; filled while a space is enumerated."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a space while it is enumerated.
+
+    Attributes:
+        runs: what runs, by what the rules about it look at: whether there is a pipeline, and several stages per rank,
+            the number of ``_coarse``, and the schedule.
+        lists: inner codes, by what they depend on.
+    """
+
+    runs: dict[tuple[bool, bool, int, str], Runs] = field(
+        default_factory=dict[tuple[bool, bool, int, str], Runs]
+    )
+    lists: dict[tuple[Any, ...], Mapping[str, Codes]] = field(
+        default_factory=dict[tuple[Any, ...], Mapping[str, Codes]]
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +125,7 @@ class Blocks:
 
 def all_blocks(spec: ModelSpec, space: Space) -> Iterator[Blocks]:
     """Yield the legal blocks of every pipeline degree, number of stages per rank and placement."""
-    allowed: Allowed = {}
+    known = Known()
     for pp in space.degrees("pp"):
         if space.num_gpus % pp or pp > spec.num_layers:
             continue
@@ -118,7 +134,7 @@ def all_blocks(spec: ModelSpec, space: Space) -> Iterator[Blocks]:
             for cut in cuts:
                 if check_cut(spec.num_layers, Layout(pp=pp, chunks=chunks, cut=cut)):
                     continue
-                found = _blocks(spec, space, pp, chunks, cut, schedules, allowed)
+                found = _blocks(spec, space, pp, chunks, cut, schedules, known)
                 if found is not None:
                     yield found
 
@@ -151,7 +167,7 @@ def _blocks(
     chunks: int,
     cut: str,
     schedules: tuple[str, ...],
-    allowed: Allowed,
+    known: Known,
 ) -> Blocks | None:
     values = _tables(spec, space, pp, schedules)
     grid = _degree_grid(spec, space, pp, chunks, values)
@@ -160,7 +176,7 @@ def _blocks(
     codes = _with_policies(spec, space, pp, chunks, values, grid)
     if not len(codes["dp"]):
         return None
-    lists, inner = _inner(spec, space, pp, chunks, values, codes, allowed)
+    lists, inner = _inner(spec, space, pp, chunks, values, codes, known)
     dp, cp = (np.asarray(values[n])[codes[n]] for n in ("dp", "cp"))
     whole = dp * cp > 1
     place = {size: i for i, size in enumerate(values["shard"])}
@@ -300,7 +316,7 @@ def _inner(
     chunks: int,
     values: Mapping[str, tuple[Any, ...]],
     codes: Mapping[str, Codes],
-    allowed: Allowed,
+    known: Known,
 ) -> tuple[tuple[Mapping[str, Codes], ...], Index]:
     """Return the lists of inner codes, and which list each block has."""
     rows = Rows(pp=pp, chunks=chunks, cut="auto", precision=space.precision, values=values, codes=codes)
@@ -314,32 +330,22 @@ def _inner(
     made: dict[tuple[Any, ...], int] = {}
     lists: list[Mapping[str, Codes]] = []
     number: list[int] = []
-    here: dict[tuple[int, str], Runs] = {}
     degrees = [np.asarray(values[n])[codes[n][first]].tolist() for n in ("dp", "cp", "ep")]
     schedules = [values["schedule"][code] for code in codes["schedule"][first]]
-    groups = zip(coarse[first].tolist(), schedules, strict=True)
-    for row, group, *degree in zip(first, groups, *degrees, strict=True):
-        if group not in here:
-            here[group] = _runs_of(spec, space, _layout(rows, int(row)), allowed)
-        slot = (*degree, legal.shard_allowed(3, group[1], pp), here[group])
+    for row, group, schedule, *degree in zip(
+        first.tolist(), coarse[first].tolist(), schedules, *degrees, strict=True
+    ):
+        like = (pp > 1, chunks > 1, group, schedule)
+        if like not in known.runs:
+            known.runs[like] = _runs(spec, space, _layout(rows, row))
+        slot = (pp, *degree, legal.shard_allowed(3, schedule, pp), known.runs[like])
         if slot not in made:
             made[slot] = len(lists)
-            lists.append(_inner_codes(space, _layout(rows, int(row)), values, here[group]))
+            if slot not in known.lists:
+                known.lists[slot] = _inner_codes(space, _layout(rows, row), values, known.runs[like])
+            lists.append(known.lists[slot])
         number.append(made[slot])
     return tuple(lists), np.asarray(number, dtype=np.intp)[at.reshape(-1)]
-
-
-def _runs_of(spec: ModelSpec, space: Space, like: Layout, allowed: Allowed) -> Runs:
-    key = () if space.include_unbuilt else _looked_at(like)
-    if key not in allowed:
-        allowed[key] = _runs(spec, space, like)
-    return allowed[key]
-
-
-def _looked_at(x: Layout) -> tuple[Any, ...]:
-    """Return what of a layout the rules about what runs look at; the same for all pipelines deeper than one stage."""
-    degrees = (x.pp > 1, x.tp, x.cp > 1, x.ep > 1, x.dp > 1)
-    return (*degrees, x.sp, x.cp_style, x.recompute, x.loss, x.kv_heads, x.schedule, x.chunks > 1)
 
 
 def _coarse(rows: Rows) -> Index:
