@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
 
 from meshwright.cost.collective import Floats
 from meshwright.schedule.actions import ActionKind, Schedule
+from meshwright.schedule.clock import run_clock
 from meshwright.schedule.generate import GENERATORS, generate
 
 ROUNDS: Final = 3
@@ -67,16 +69,25 @@ def makespans(
     """
     halves = 0.5 * backward if weight is None else weight
     short = played_micro_batches(ranks, chunks, m)
-    schedule = generate(name, ranks, short, chunks)
+    schedule = _first_rounds(name, ranks, short, chunks)
     length = _play(schedule, forward, backward, halves, send)
     if short < m:
-        less = _play(generate(name, ranks, short - ranks, chunks), forward, backward, halves, send)
+        less = _play(_first_rounds(name, ranks, short - ranks, chunks), forward, backward, halves, send)
         length = length + (m - short) / ranks * (length - less)
     return length, schedule
 
 
+@lru_cache(maxsize=16)
+def _first_rounds(name: str, ranks: int, m: int, chunks: int) -> Schedule:
+    """Return a schedule of few micro-batches: a search and its reasons play the same ones again."""
+    return generate(name, ranks, m, chunks)
+
+
 def _play(schedule: Schedule, forward: Floats, backward: Floats, weight: Floats, send: Floats) -> Floats:
     """Return the makespans, [layouts], of rows that can be played through."""
+    if len(send) == 1:
+        one = [[float(x) for x in column[:, 0]] for column in (forward, backward, weight)]
+        return np.array([run_clock(schedule, one[0], one[1], float(send[0]), one[2]).makespan_s])
     inputs = backward - weight
     # what each cell produces is known by (gradient?, stage, micro-batch)
     done: dict[tuple[bool, int, int], Floats] = {}

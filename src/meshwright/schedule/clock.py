@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from meshwright.base.errors import MeshwrightError
 from meshwright.schedule.actions import Action, ActionKind, Schedule
@@ -29,19 +30,38 @@ class Clock:
     """A step on the clock.
 
     Attributes:
+        schedule: whose rows were played.
         makespan_s: from the start to the end of the last action.
         busy_s: seconds that each rank computes.
-        spans: every action, by rank, then by start.
-        in_flight: for each rank (time, held micro-batches) after each change. A micro-batch is held from the start
-            of its forward to the end of its (weight) backward, once per stage.
-        peak_in_flight: the highest number held, per rank.
+        times: for each rank the start and the end of each action of its row.
     """
 
+    schedule: Schedule
     makespan_s: float
     busy_s: tuple[float, ...]
-    spans: tuple[Span, ...]
-    in_flight: tuple[tuple[tuple[float, int], ...], ...]
-    peak_in_flight: tuple[int, ...]
+    times: tuple[tuple[tuple[float, float], ...], ...]
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Every action, by rank, then by start."""
+        return tuple(span for rank in range(len(self.times)) for span in self._of(rank))
+
+    @cached_property
+    def in_flight(self) -> tuple[tuple[tuple[float, int], ...], ...]:
+        """For each rank (time, held micro-batches) after each change.
+
+        A micro-batch is held from the start of its forward to the end of its (weight) backward, once per stage.
+        """
+        return tuple(_held(self._of(rank)) for rank in range(len(self.times)))
+
+    @property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """The highest number held, per rank."""
+        return tuple(max((n for _, n in row), default=0) for row in self.in_flight)
+
+    def _of(self, rank: int) -> list[Span]:
+        row = zip(self.schedule.rows[rank], self.times[rank], strict=True)
+        return [Span(rank=rank, start_s=start, end_s=end, action=action) for action, (start, end) in row]
 
     @property
     def bubble_share_of_total(self) -> float:
@@ -84,62 +104,70 @@ def run_clock(
     forward = _per_stage(forward_s, num_stages)
     backward = _per_stage(backward_s, num_stages)
     weight = tuple(b / 2 for b in backward) if weight_s is None else _per_stage(weight_s, num_stages)
+    inputs = tuple(b - w for b, w in zip(backward, weight, strict=True))
     last, home = num_stages - 1, schedule.stage_ranks
     outputs: dict[tuple[int, int | None], float] = {}
     gradients: dict[tuple[int, int | None], float] = {}
     halves: set[tuple[int, int | None]] = set()
     free = [0.0] * schedule.num_ranks
     busy = [0.0] * schedule.num_ranks
-    spans: list[list[Span]] = [[] for _ in schedule.rows]
-    at = [0] * schedule.num_ranks
+    times: list[list[tuple[float, float]]] = [[] for _ in schedule.rows]
+    ahead, whole, late = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD
     moved = True
     while moved:
         moved = False
         for rank, row in enumerate(schedule.rows):
-            now, i = free[rank], at[rank]
-            while i < len(row):
+            done = times[rank]
+            first = len(done)
+            now, spent = free[rank], busy[rank]
+            for i in range(first, len(row)):
                 action = row[i]
                 kind, stage, k = action.kind, action.stage, action.micro_batch
                 start = now
-                if kind is ActionKind.WEIGHT_GRAD:
+                if kind is late:
                     if (stage, k) not in halves:
                         break
-                elif kind is ActionKind.FORWARD:
+                    seconds = weight[stage]
+                elif kind is ahead:
                     if stage:
                         arrived = outputs.get((stage - 1, k))
                         if arrived is None:
                             break
-                        start = max(now, arrived + send_s if home[stage - 1] != rank else arrived)
-                elif kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD):
+                        if home[stage - 1] != rank:
+                            arrived += send_s
+                        if arrived > start:
+                            start = arrived
+                    seconds = forward[stage]
+                else:
                     if (stage, k) not in outputs:
                         break
                     if stage < last:
                         arrived = gradients.get((stage + 1, k))
                         if arrived is None:
                             break
-                        start = max(now, arrived + send_s if home[stage + 1] != rank else arrived)
-                seconds = _seconds(action, forward, backward, weight)
+                        if home[stage + 1] != rank:
+                            arrived += send_s
+                        if arrived > start:
+                            start = arrived
+                    seconds = backward[stage] if kind is whole else inputs[stage]
                 now = start + seconds
-                if kind is ActionKind.FORWARD:
+                if kind is ahead:
                     outputs[stage, k] = now
-                elif kind is not ActionKind.WEIGHT_GRAD:
+                elif kind is not late:
                     gradients[stage, k] = now
-                    if kind is ActionKind.INPUT_GRAD:
+                    if kind is not whole:
                         halves.add((stage, k))
-                busy[rank] += seconds
-                spans[rank].append(Span(rank=rank, start_s=start, end_s=now, action=action))
-                i += 1
-            moved |= i > at[rank]
-            free[rank], at[rank] = now, i
-    if any(i < len(row) for i, row in zip(at, schedule.rows, strict=True)):
+                spent += seconds
+                done.append((start, now))
+            moved |= len(done) > first
+            free[rank], busy[rank] = now, spent
+    if any(len(done) < len(row) for done, row in zip(times, schedule.rows, strict=True)):
         raise MeshwrightError(check_schedule(schedule))
-    held = [_held(row) for row in spans]
     return Clock(
+        schedule=schedule,
         makespan_s=max(free),
         busy_s=tuple(busy),
-        spans=tuple(span for row in spans for span in row),
-        in_flight=tuple(held),
-        peak_in_flight=tuple(max((n for _, n in row), default=0) for row in held),
+        times=tuple(tuple(row) for row in times),
     )
 
 
@@ -162,17 +190,6 @@ def _per_stage(seconds: float | Sequence[float], num_stages: int) -> tuple[float
     if len(seconds) != num_stages:
         raise ValueError(f"{len(seconds)} times for {num_stages} stages")
     return tuple(seconds)
-
-
-def _seconds(
-    action: Action, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float]
-) -> float:
-    if action.kind is ActionKind.FORWARD:
-        return forward[action.stage]
-    if action.kind is ActionKind.WEIGHT_GRAD:
-        return weight[action.stage]
-    whole = backward[action.stage]
-    return whole if action.kind is ActionKind.BACKWARD else whole - weight[action.stage]
 
 
 def _held(spans: Sequence[Span]) -> tuple[tuple[float, int], ...]:
