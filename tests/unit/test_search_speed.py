@@ -39,11 +39,10 @@ def cold(*args: str) -> tuple[float, float]:
 
 
 def test_a_cold_plan_takes_about_three_seconds_and_little_memory():
-    # with a context axis the best have deep pipelines, whose exact predictions take as long as the search:
-    # 2.6 s on a quiet machine and 3.1 s on a busy one
+    # with a context axis the best have deep pipelines, which are played to price them: about 2 s in all
     for request, most in (
         ((*LARGE, "--global-batch", "2048", "--fix", "cp=1"), 3.0),
-        ((*LARGE, "--global-batch", "2048"), 4.0),
+        ((*LARGE, "--global-batch", "2048"), 3.0),
         ((*COMPOSITE, "--global-batch", "720720"), 3.0),
     ):
         seconds, num_bytes = cold(*request, "--json")

@@ -201,7 +201,8 @@ def _gathered(tables: Tables, kind: str, rows: Rows, slot: Slot) -> Floats:
 def block_floors(tables: Tables, rows: Rows, slot: Slot) -> tuple[Floats, Floats]:
     """Return ([blocks] seconds, [blocks] bytes) that no layout of a block undercuts.
 
-    Time: the work and the communication inside blocks, without data parallelism, messages or the update. Memory: model
+    Time: the work and the communication inside blocks, the update and the small all-reduces of a step, without data
+    parallelism or messages. Memory: model
     state and moments cut over all of dp * cp, the activations in flight, and what is outside the allocator.
     """
     pricer = tables.pricer
@@ -217,9 +218,12 @@ def block_floors(tables: Tables, rows: Rows, slot: Slot) -> tuple[Floats, Floats
     units = tables.of_pipeline("units", slot.pp, slot.num_stages)
     at = units.look(rows)
     assert units.figures is not None
-    names = ("resting", "trainable_resting")
     # of the sparsest layout: units are padded to equal rows, so a larger group never holds more on a rank
-    full, trained = (_over(slot, _sums(slot, units.figures[:, SIZES.index(n)]))[at] for n in names)
+    names = ("resting", "trainable_resting", "trainable_tensors")
+    figures = {n: _sums(slot, units.figures[:, SIZES.index(n)]) for n in names}
+    full, trained = (_over(slot, figures[n])[at] for n in names[:2])
+    least = least + _over(slot, optimizer_seconds(pricer, figures)).max(axis=1)[at]
+    least = least + other_seconds(pricer, rows.layout(0).world_size)
     away = _codes(rows)[:, None]
     state = pricer.state_bytes * np.where(away > 1, 0.0, full + np.where(away > 0, 0.0, 2.0) * trained)
     _, held = chunks_held(rows, slot, m)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from meshwright.base.errors import Problem, problem, refuse
 from meshwright.layout.layout import Layout
@@ -90,6 +91,7 @@ def stage_costs(spec: ModelSpec, seq_len: int) -> tuple[tuple[float, ...], float
     return tuple(blocks), embedding, float(head_forward_flops(spec)) + loss
 
 
+@lru_cache(maxsize=256)
 def balanced_cut(
     costs: tuple[float, ...], stages: int, first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:

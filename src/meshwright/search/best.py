@@ -167,7 +167,7 @@ def run(surveyed: Sequence[Surveyed], best: Best) -> None:
             return
         many = int(np.searchsorted(np.cumsum(count[order]), size)) + 1
         chosen, order, size = order[:many], order[many:], MORE_LAYOUTS
-        for i in np.unique(place[chosen]):
+        for i in np.flatnonzero(np.bincount(place[chosen])):
             _price(surveyed[int(i)], index[chosen[place[chosen] == i]], best)
 
 
@@ -179,7 +179,7 @@ def nearest_misses(surveyed: Sequence[Surveyed], best: Best) -> None:
     count = np.concatenate([s.blocks.count for s in surveyed])
     order = np.argsort(memory, kind="stable")
     chosen = order[: int(np.searchsorted(np.cumsum(count[order]), 4 * FIRST_LAYOUTS)) + 1]
-    for i in np.unique(place[chosen]):
+    for i in np.flatnonzero(np.bincount(place[chosen])):
         _price(surveyed[int(i)], index[chosen[place[chosen] == i]], best, every=True)
 
 
