@@ -45,7 +45,8 @@ check: $(STAMP)
 	$(BIN)/pyright
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests/unit tests/fake tests/gloo tests/nodes tests/docs -m "not slow"
+	$(BIN)/python -m pytest tests/unit tests/fake tests/docs -m "not slow"
+	$(BIN)/python -m pytest tests/gloo tests/nodes -m "not slow"  # a process of its own: ranks are forked from it
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest tests

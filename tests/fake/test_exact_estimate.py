@@ -104,6 +104,7 @@ def test_keys_sums_and_the_difference(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "middle rank 1" in text
 
 
+@pytest.mark.slow
 def test_composed_bytes_are_those_of_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """7 blocks and 6 micro-batches from 4 and 5, 3 and 4: the same peak, categories and place as played whole."""
     config, layout = LLAMA | {"num_hidden_layers": 7}, "dp=2,zero=3"

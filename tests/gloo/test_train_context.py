@@ -20,7 +20,9 @@ def _equal(job: Job, name: str) -> None:
             assert got["eval_loss"] == pytest.approx(want["eval_loss"], abs=1e-10)
 
 
-@pytest.mark.parametrize("config", [CONFIG, GPT2], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, pytest.param(GPT2, marks=pytest.mark.slow)], ids=lambda c: c["model_type"]
+)
 def test_resume_over_context_degrees_goes_on_as_if_unbroken(tmp_path, monkeypatch, config):
     """One device -> ring of two -> four under ZeRO-3 -> Ulysses in a pipeline -> one device."""
     job = Job(tmp_path, monkeypatch)

@@ -52,6 +52,7 @@ def test_losses_do_not_depend_on_ep(job):
         same(job.metrics(f"{precision}-1"), job.metrics(f"{precision}-2"), bound)
 
 
+@pytest.mark.slow
 def test_resume_over_expert_layouts_goes_on_as_if_unbroken(job):
     """One device -> ep 2, ZeRO-3 -> ep 4 -> ep 2 under HSDP -> ep 2 x tp 2, ZeRO-1 -> cp 2 x pp 2: the same losses."""
     job.run("dp=1,precision=fp64", "whole")

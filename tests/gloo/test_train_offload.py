@@ -41,7 +41,12 @@ def test_equals_one_device(pool, layout, home):
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=2,zero=2,precision=fp32", "dp=2,precision=bf16", "dp=2,zero=3,precision=bf16"]
+    "layout",
+    [
+        pytest.param("dp=2,zero=2,precision=fp32", marks=pytest.mark.slow),
+        "dp=2,precision=bf16",
+        pytest.param("dp=2,zero=3,precision=bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_h209_every_bit_is_that_of_a_run_without_offload(job, layout):
     """H209: parameters and both moments after six steps, two groups with their own decay; in memory and in files."""
@@ -74,6 +79,7 @@ def test_bytes_on_the_device_fall_as_predicted(job, home):
     assert away["prediction"]["time_s"]["offload"] > 0
 
 
+@pytest.mark.slow
 def test_h210_files_are_named_alike_and_gone_after_a_clean_end(job):
     """H210: names do not depend on the process, a resumed run equals the unbroken one, nothing is left."""
     layout = "dp=2,zero=2,precision=fp64,offload=optimizer-nvme"
@@ -94,6 +100,7 @@ def test_a_run_resumes_with_and_without_offload(job):
     assert [m["loss"] for m in job.metrics("cut")] == pytest.approx(want, abs=1e-11)
 
 
+@pytest.mark.slow
 def test_adapters_beside_offload(job):
     """Few elements train, so there is little to move; the bits are the same."""
     lora = ["adapter.kind=lora", "adapter.rank=2"]

@@ -25,7 +25,11 @@ GPT2 = {
 }
 
 
-@pytest.mark.parametrize("config", [CONFIG | {"vocab_size": 301}, GPT2], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize(
+    "config",
+    [CONFIG | {"vocab_size": 301}, pytest.param(GPT2, marks=pytest.mark.slow)],
+    ids=lambda c: c["model_type"],
+)
 def test_resume_over_tensor_layouts_goes_on_as_if_unbroken(tmp_path, monkeypatch, config):
     """H41, H43, H135: one device -> ZeRO-3 x tp -> tp -> one device, odd vocabulary, fused q|k|v, tied head."""
     job = Job(tmp_path, monkeypatch)
