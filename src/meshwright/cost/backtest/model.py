@@ -41,8 +41,8 @@ COEFFICIENTS: Final[tuple[Coefficient, ...]] = (
     Coefficient("loss", 1.3, 0.4, 0.48, "bytes of logits over the memory rate"),
     Coefficient("grouped", 1.5, 0.3, 0.32, "grouped matmul seconds over those at the ceiling"),
     Coefficient("eight", 1.05, 0.2, 0.16, "8-bit matmul seconds over those at the 8-bit ceiling"),
-    Coefficient("rowwise", 2.2, 0.4, 0.4, "row-scaled 8-bit matmul seconds over tensor-scaled ones"),
-    Coefficient("cast", 1.5, 0.5, 0.48, "bytes of 8-bit casts over the memory rate"),
+    Coefficient("rowwise", 3.5, 0.4, 0.4, "bytes of row-scaled 8-bit casts over tensor-scaled ones"),
+    Coefficient("cast", 1.0, 0.5, 0.48, "bytes of 8-bit casts over the memory rate"),
     Coefficient("launch", 1.2e-5, 0.7, 1.0, "seconds to launch one kernel"),
     Coefficient("gap", 1.2e-6, 0.6, 0.8, "seconds between kernels, ramp and tail included"),
     Coefficient("inner", 1.15, 0.125, 0.16, "seconds on the link inside a node over its rate"),
@@ -108,22 +108,19 @@ def _step(t: Terms, k: dict[str, Floats]) -> dict[str, Floats]:
             name: k[name] * sustained for name in ("matmul", "eight", "grouped", "attention_f", "attention_b")
         },
     }
-    mm = t["matmul"] * np.where(
-        t["cast"] > 0, k["eight"] * np.where(t["rowwise"] > 0, k["rowwise"], 1.0), k["matmul"]
-    )
+    mm = t["matmul"] * np.where(t["cast"] > 0, k["eight"], k["matmul"])
     mm = mm + t["grouped"] * k["grouped"] + t["waves"] * k["waves"] + t["moved"] * k["moved"]
-    bytes_f = t["elementwise"] * k["elementwise"] + t["scores"] * k["scores"] + t["cast"] * k["cast"]
-    forward = mm + t["attention_f"] * k["attention_f"] + bytes_f
+    cast = k["cast"] * np.where(t["rowwise"] > 0, k["rowwise"], 1.0)
+    around = t["elementwise"] * k["elementwise"] + t["cast"] * cast
+    scores = t["scores"] * k["scores"]
+    core = t["attention_f"] * k["attention_f"] + scores
+    forward = mm + core + around
     trained = 2.0 - t["lora"]
-    backward = trained * mm + t["attention_b"] * k["attention_b"] + 2.0 * bytes_f
-    again = (
-        t["again"] * forward
-        + t["again_attention"] * (t["attention_f"] * k["attention_f"] + t["scores"] * k["scores"])
-        + t["again_matmul"] * mm
-        + np.where(t["again_matmul"] > 0, bytes_f, 0.0)
-    )
+    backward = trained * mm + t["attention_b"] * k["attention_b"] + 2.0 * scores
+    backward = backward + 2.0 * t["elementwise"] * k["elementwise"] + t["cast_b"] * cast
+    again = t["again_matmul"] * mm + t["again_attention"] * core + t["again"] * around
     launch = t["kernels"] * k["launch"]
-    full = (t["again"] > 0.9) * 1.0
+    full = (t["again_attention"] * t["again"] > 0.9) * 1.0
     gaps = t["kernels"] * k["gap"]
     forward = _limit(forward + gaps, launch)
     backward = _limit(backward + again + (2.0 + full) * gaps, (2.0 + full) * launch)
@@ -137,7 +134,8 @@ def _step(t: Terms, k: dict[str, Floats]) -> dict[str, Floats]:
     ep = t["ep_in"] * k["inner"] + t["ep_out"] * k["outer"] + t["ep_calls"] * k["call"]
     ep = ep * np.where(t["overlap_ep"] > 0, 0.5, 1.0)
     forward = forward + tp + cp_f + ep
-    backward = backward + tp * (1.0 + t["tp_again"] + t["again"]) + 2.0 * cp_f + ep * (1.0 + t["again"])
+    again_all = t["again_attention"] * t["again"]
+    backward = backward + tp * (1.0 + t["tp_again"]) + 2.0 * cp_f + ep * (1.0 + again_all)
     head_mm = t["head_matmul"] * k["matmul"] + t["head_waves"] * k["waves"] + t["head_moved"] * k["moved"]
     head_f = head_mm + 0.5 * t["loss"] * k["loss"]
     head_b = (2.0 + t["head_again"]) * head_mm + 0.5 * t["loss"] * k["loss"]

@@ -66,6 +66,8 @@ class Ran:
     sequence_parallel: bool = False
     compiled: bool = False
     tp_copies: bool = False
+    keeps_gathered: bool = False
+    early_stop: bool = False
     loss_again: bool = False
     chunk_tokens: int = 0
     gather_fp8: bool = False
