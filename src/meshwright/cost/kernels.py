@@ -67,12 +67,24 @@ MULTIPROCESSORS: Final[Mapping[str, int]] = {
 TILE: Final = (128.0, 256.0)
 
 
-def attention_share(kernel: str, generation: str, head_dim: float) -> tuple[float, float]:
-    """Return (forward, backward) shares of the matmul ceiling; heads narrower than 128 lose a sixth per halving."""
+NARROW: Final[Mapping[str, float]] = {"fa1": 0.0, "triton": 0.05, "fa2": 0.17, "fa3": 0.38, "cudnn": 0.45}
+"""Power of (head size / 128) with which a kernel's rate falls below 128."""
+RAMP: Final[Mapping[str, float]] = {"fa1": 300.0, "triton": 370.0, "fa2": 280.0, "fa3": 400.0, "cudnn": 260.0}
+"""Sequence length at which a causal kernel reaches half of its rate at long ones. Both tables from the FlashAttention-3
+paper's figures (H100, causal, forward, 512 to 16,384 tokens): at 128 FA2 191 to 335 TFLOP/s, Triton 146 to 378, cuDNN 315
+to 539, FA3 292 to 616; at 64 and 16,384 tokens 299, 363, 388, 473. Those of fa1 are assumed."""
+LONG: Final = 16384.0
+"""Sequence length at which ``ATTENTION_SHARE`` holds."""
+
+
+def attention_share(kernel: str, generation: str, head_dim: float, seq: float) -> tuple[float, float]:
+    """Return (forward, backward) shares of the matmul ceiling: less for narrow heads and for short sequences."""
     known = ATTENTION_SHARE
     pair = known.get((kernel, generation)) or known.get((kernel, "ampere")) or known["fa2", "ampere"]
-    narrow = min(1.0, head_dim / 128.0) ** 0.25
-    return pair[0] * narrow, pair[1] * narrow
+    ramp = RAMP.get(kernel, RAMP["fa2"])
+    factor = min(1.0, head_dim / 128.0) ** NARROW.get(kernel, NARROW["fa2"])
+    factor *= (1.0 + ramp / LONG) / (1.0 + ramp / seq)
+    return pair[0] * factor, pair[1] * factor
 
 
 def wave_factor(m: float, n: float, count: float, generation: str) -> float:

@@ -107,7 +107,7 @@ class DeviceRates:
             sizes = (batch * heads, seq, head_dim)
             forward = flops * _interpolate(self.attention_forward, sizes)
             return forward, flops * _interpolate(self.attention_backward, sizes)
-        ahead, behind = attention_share(RUNTIME_ATTENTION, self.generation, head_dim)
+        ahead, behind = attention_share(RUNTIME_ATTENTION, self.generation, head_dim, seq)
         seconds = flops / self.matmul_peak * self.sustained
         # backward runs 5 matmuls where forward runs 2
         known = factors()
