@@ -68,6 +68,7 @@ class Ran:
     tp_copies: bool = False
     keeps_gathered: bool = False
     early_stop: bool = False
+    holds_stage: bool = False
     loss_again: bool = False
     chunk_tokens: int = 0
     gather_fp8: bool = False

@@ -337,10 +337,12 @@ def _data(c: Case) -> dict[str, float]:
     legs = _ring(c, part, replicas, stride * c.shard, max(1.0, part / BUCKET_BYTES), both=True)
     for part, value in zip(("in", "out", "hops"), legs, strict=True):
         out[f"reduce_{part}"] += value if replicas > 1 else 0.0
-    out["gathers_forward"] = float(c.stage == 3)
-    out["gathers_backward"] = float(c.stage == 3)
-    out["gathers_once"] = float(c.stage in (1, 2))
-    out["reduces_each"] = float(c.stage >= 2 and c.ran.reduce_every)
+    # with a pipeline torch's FSDP keeps a stage's parameters and gradients whole until the last micro-batch
+    held_whole = c.stage == 3 and c.pp > 1 and c.ran.holds_stage
+    each = float(c.stage == 3 and not held_whole)
+    out["gathers_forward"] = out["gathers_backward"] = each
+    out["gathers_once"] = float(c.stage in (1, 2) or held_whole)
+    out["reduces_each"] = float(c.stage >= 2 and c.ran.reduce_every and not held_whole)
     # gradients are added to whole buffers each micro-batch; stage 3 copies what it gathers and scatters
     passes = (
         2.0 * c.ran.grad_bytes + 2.0 if c.stage < 3 else 3.0 * c.ran.gather_bytes + 2.0 * c.ran.reduce_bytes
