@@ -266,7 +266,7 @@ def _ring(
         return twice * payload * (size - 1) / size / c.intra, 0.0, 0.0
     # one ring over all ranks; the members on a node share its network cards with the groups beside them
     outer = twice * payload * (size - 1) / size / per_node / c.inter
-    return 0.0, outer, twice * calls * (nodes - 1)
+    return 0.0, outer, twice * calls * (nodes - 1.0) ** 0.75
 
 
 def _tensor(c: Case) -> dict[str, float]:
