@@ -64,7 +64,9 @@ MULTIPROCESSORS: Final[Mapping[str, int]] = {
     "ada": 142,
 }
 """Multiprocessors of the largest common device of a generation; tiles of a product are dealt out over them."""
-TILE: Final = (128.0, 256.0)
+TILES: Final = ((128.0, 256.0, 1.0), (256.0, 128.0, 1.0), (128.0, 128.0, 1.08), (128.0, 64.0, 1.3))
+"""Tiles that a library picks from, and how much slower small ones are per FLOP, as they read operands more often (tile
+sizes from NVIDIA's matrix multiplication background guide; the factors are assumed)."""
 
 
 NARROW: Final[Mapping[str, float]] = {"fa1": 0.0, "triton": 0.05, "fa2": 0.17, "fa3": 0.38, "cudnn": 0.45}
@@ -90,10 +92,13 @@ def attention_share(kernel: str, generation: str, head_dim: float, seq: float) -
 def wave_factor(m: float, n: float, count: float, generation: str) -> float:
     """Return the factor by which whole waves of tiles lengthen ``count`` products with [m, n] outputs."""
     processors = MULTIPROCESSORS.get(generation, 108)
-    tiles = math.ceil(m / TILE[0]) * math.ceil(n / TILE[1]) * max(1.0, count)
-    exact = m / TILE[0] * n / TILE[1] * max(1.0, count)
-    waves = tiles / processors
-    return math.ceil(waves) * processors / exact if exact > 0 else 1.0
+    best = math.inf
+    for rows, columns, slower in TILES:
+        tiles = math.ceil(m / rows) * math.ceil(n / columns) * max(1.0, count)
+        exact = m / rows * n / columns * max(1.0, count)
+        if exact > 0:
+            best = min(best, slower * math.ceil(tiles / processors) * processors / exact)
+    return best if best < math.inf else 1.0
 
 
 def generation(gpu: str) -> str:
