@@ -220,7 +220,7 @@ def _tensor_again(c: Case) -> float:
     """
     full = {"full": 1.0, "every-second-layer": 0.5, "modules": 0.1}.get(c.recompute, 0.0)
     if not c.ran.keeps_gathered:
-        return full + (0.25 if c.sp else 0.0)
+        return full + (0.5 if c.sp else 0.0)
     if c.recompute == "per-op":
         return 0.75 if c.ran.overlap_tp else 0.5
     return 0.75 * full
