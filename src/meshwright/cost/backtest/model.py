@@ -144,10 +144,10 @@ def _step(t: Terms, k: dict[str, Floats]) -> dict[str, Floats]:
     last_f, last_b = t["last"] * forward + head_f, t["last"] * backward + head_b
     embed = t["embedding"] * k["elementwise"]
     adding = t["accumulate"] * k["accumulate"]
-    first_f, first_b = first_f + embed, first_b + embed + adding
-    last_b = last_b + adding
+    first_f, first_b = first_f + embed + tp * t["tp_end"], first_b + embed + adding
+    last_b = last_b + adding + tp * t["tp_end"]
     first_f = np.where(lone, first_f + head_f, first_f)
-    first_b = np.where(lone, first_b + head_b, first_b)
+    first_b = np.where(lone, first_b + head_b + tp * t["tp_end"], first_b)
     middle_f, middle_b = t["middle"] * forward, t["middle"] * backward + adding
     # FSDP and ZeRO around each micro-batch
     gather = _network(t, k, "gather")

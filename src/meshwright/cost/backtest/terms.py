@@ -272,7 +272,7 @@ def _ring(
 def _tensor(c: Case) -> dict[str, float]:
     """Return communication of the tensor, context and expert axes in a forward of all layers; backward is as much."""
     out: dict[str, float] = dict.fromkeys(
-        ("tp_in", "tp_out", "tp_calls", "tp_again", "tp_copies", "cp_in", "cp_out", "cp_calls"), 0.0
+        ("tp_in", "tp_out", "tp_calls", "tp_again", "tp_end", "tp_copies", "cp_in", "cp_out", "cp_calls"), 0.0
     )
     out |= dict.fromkeys(("ep_in", "ep_out", "ep_calls"), 0.0)
     message = c.tokens * c.hidden * 2.0
@@ -285,6 +285,7 @@ def _tensor(c: Case) -> dict[str, float]:
         out["tp_copies"] = pairs * 4.0 * message / c.device.memory_rate.value if c.ran.tp_copies else 0.0
         out["tp_calls"] = _calls(message, pairs)
         out["tp_again"] = _tensor_again(c)
+        out["tp_end"] = 0.5 / c.layers  # the embedding's output and the gradient of the head's input: one pair each
     if c.cp > 1:
         kv = 2.0 * c.tokens * max(1.0, c.kv_heads / c.tp) * c.head_dim * 2.0
         if c.ran.cp_style == "ulysses":
