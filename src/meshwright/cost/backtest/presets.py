@@ -69,6 +69,7 @@ class Ran:
     keeps_gathered: bool = False
     early_stop: bool = False
     holds_stage: bool = False
+    sends_cut: bool = False
     loss_again: bool = False
     chunk_tokens: int = 0
     gather_fp8: bool = False

@@ -359,10 +359,13 @@ def _data(c: Case) -> dict[str, float]:
 
 def _pipeline(c: Case) -> dict[str, float]:
     first, middle, last = stage_layers(c)
-    message = c.tokens * c.hidden * 2.0 / (c.tp if c.sp else 1)
+    whole = c.tokens * c.hidden * 2.0
+    cut = c.sp or c.ran.sends_cut
+    message = whole / (c.tp if cut else 1)
     stride = c.n_gpus // c.pp
     near = stride < c.node
     send = message / (c.intra if near else c.inter) if c.pp > 1 else 0.0
+    joined = 0.0 if c.sp or not cut or c.pp == 1 or c.tp == 1 else whole * (c.tp - 1) / c.tp / c.intra
     return {
         "first": first / c.layers,
         "middle": middle / c.layers,
@@ -370,7 +373,7 @@ def _pipeline(c: Case) -> dict[str, float]:
         "stages": float(c.pp),
         "chunks": float(c.vpp),
         "micro_batches": float(c.accumulation),
-        "send_in": send if near else 0.0,
+        "send_in": (send if near else 0.0) + joined,
         "send_out": 0.0 if near else send,
         "bubble": {"zb-1p": 1.0 / 3.0, "zb-2p": 0.0}.get(c.ran.schedule, 1.0),
     }
