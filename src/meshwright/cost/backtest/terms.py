@@ -35,6 +35,10 @@ BUCKET_BYTES = 100e6
 CALL_BYTES = 20e6
 """Payload at which a collective has half of what it takes beside its bytes; all-reduces over 8 devices of A100, H100 and
 B200 nodes take 1.28, 1.0 and 1.07 of their bytes over the link's rate, 0.03 ms, and 0.15 ms x n / (n + 20 MB)."""
+SMALL_RING = 0.6
+"""What short rings inside a node lose, times the square of their size: all-reduces of 1 GiB over 2, 4 and 8 A100 of an
+NVSwitch node reach 197, 222 and 229 GB/s a device (vTrain's traces), gathers on H100 268, 325 and 345, rings on H200 363
+over 4 and 366 over 8."""
 FLASH = ("fa1", "fa2", "fa3", "cudnn", "triton")
 
 
@@ -263,7 +267,8 @@ def _ring(
     nodes = -(-size // per_node)
     twice = 2.0 if both else 1.0
     if nodes == 1:
-        return twice * payload * (size - 1) / size / c.intra, 0.0, 0.0
+        small = 1.0 + SMALL_RING / size**2
+        return twice * small * payload * (size - 1) / size / c.intra, 0.0, 0.0
     # one ring over all ranks; the members on a node share its network cards with the groups beside them
     outer = twice * payload * (size - 1) / size / per_node / c.inter
     return 0.0, outer, twice * calls * (nodes - 1.0) ** 0.75
