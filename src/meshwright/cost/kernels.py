@@ -47,11 +47,11 @@ ATTENTION_SHARE: Final[Mapping[tuple[str, str], tuple[float, float]]] = {
     ("fa3", "hopper"): (0.72, 0.58),
     ("cudnn", "hopper"): (0.70, 0.56),
     ("fa2", "blackwell"): (0.24, 0.20),
-    ("cudnn", "blackwell"): (0.72, 0.60),
+    ("cudnn", "blackwell"): (0.80, 0.65),
 }
 """Shares of the device's measured matmul ceiling that causal attention reaches, forward and backward, at head size 128.
 FlashAttention-1, -2, -3 and cuDNN papers and pages: A100 about 190 and 165 TFLOP/s (v2), H100 about 370 and 330 (v2),
-570 and 460 (v3), B200 about 1150 and 870 (cuDNN)."""
+570 and 460 (v3), B200 about 1330 and 1075 (cuDNN)."""
 
 UNFUSED_SHARE: Final = 0.80
 """Share of the ceiling of the two batched products of attention that keeps its scores in memory."""
@@ -71,10 +71,15 @@ sizes from NVIDIA's matrix multiplication background guide; the factors are assu
 
 NARROW: Final[Mapping[str, float]] = {"fa1": 0.0, "triton": 0.05, "fa2": 0.17, "fa3": 0.38, "cudnn": 0.45}
 """Power of (head size / 128) with which a kernel's rate falls below 128."""
-RAMP: Final[Mapping[str, float]] = {"fa1": 300.0, "triton": 370.0, "fa2": 280.0, "fa3": 400.0, "cudnn": 260.0}
+RAMP: Final[Mapping[str, float]] = {"fa1": 300.0, "triton": 370.0, "fa2": 280.0, "fa3": 400.0, "cudnn": 1000.0}
 """Sequence length at which a causal kernel reaches half of its rate at long ones. Both tables from the FlashAttention-3
-paper's figures (H100, causal, forward, 512 to 16,384 tokens): at 128 FA2 191 to 335 TFLOP/s, Triton 146 to 378, cuDNN 315
-to 539, FA3 292 to 616; at 64 and 16,384 tokens 299, 363, 388, 473. Those of fa1 are assumed."""
+paper's figures (H100, causal, forward, 512 to 16,384 tokens): at 128 FA2 191 to 335 TFLOP/s, Triton 146 to 378, FA3 292 to
+616; at 64 and 16,384 tokens 299, 363, 473 and cuDNN 388 of 539. Those of fa1 are assumed. cuDNN's from cudnn-frontend's
+training benchmark (one sequence; H200: 484 TFLOP/s forward and 370 backward at 2,048 tokens, 673 and 579 at 16,384)."""
+RAMP_BLACKWELL: Final[Mapping[str, float]] = {"fa2": 1300.0, "cudnn": 1500.0}
+"""The same on Blackwell, from the same benchmark: on GB200 cuDNN 9.18 1022 TFLOP/s forward and 824 backward at 2,048
+tokens, 1646 and 1371 at 16,384 (9.10 on B200 rises later: 856 and 701 at 4,096, 1332 and 1075 at 16,384); FlashAttention-2
+242 and 186, 394 and 320."""
 LONG: Final = 16384.0
 """Sequence length at which ``ATTENTION_SHARE`` holds."""
 
@@ -84,6 +89,7 @@ def attention_share(kernel: str, generation: str, head_dim: float, seq: float) -
     known = ATTENTION_SHARE
     pair = known.get((kernel, generation)) or known.get((kernel, "ampere")) or known["fa2", "ampere"]
     ramp = RAMP.get(kernel, RAMP["fa2"])
+    ramp = RAMP_BLACKWELL.get(kernel, ramp) if generation == "blackwell" else ramp
     factor = min(1.0, head_dim / 128.0) ** NARROW.get(kernel, NARROW["fa2"])
     factor *= (1.0 + ramp / LONG) / (1.0 + ramp / seq)
     return pair[0] * factor, pair[1] * factor
