@@ -47,11 +47,11 @@ ATTENTION_SHARE: Final[Mapping[tuple[str, str], tuple[float, float]]] = {
     ("fa3", "hopper"): (0.72, 0.58),
     ("cudnn", "hopper"): (0.70, 0.56),
     ("fa2", "blackwell"): (0.24, 0.20),
-    ("cudnn", "blackwell"): (0.80, 0.65),
+    ("cudnn", "blackwell"): (0.72, 0.60),
 }
 """Shares of the device's measured matmul ceiling that causal attention reaches, forward and backward, at head size 128.
 FlashAttention-1, -2, -3 and cuDNN papers and pages: A100 about 190 and 165 TFLOP/s (v2), H100 about 370 and 330 (v2),
-570 and 460 (v3), B200 about 1330 and 1075 (cuDNN)."""
+570 and 460 (v3), B200 about 1150 and 870 (cuDNN)."""
 
 UNFUSED_SHARE: Final = 0.80
 """Share of the ceiling of the two batched products of attention that keeps its scores in memory."""
