@@ -26,6 +26,7 @@ from meshwright.layout.layout import LOSS_CHUNKS, Layout
 from meshwright.layout.precision import FP8, wide_precision
 from meshwright.layout.ranks import strides
 from meshwright.model.activations import always_unfused, saved_activations, saved_final_bytes
+from meshwright.model.randomness import drops_residual
 from meshwright.model.sharding import rule, tp_local_shape
 from meshwright.model.spec import AttentionSpec, BlockSpec, ModelSpec, TensorSpec
 from meshwright.program.units import frozen_names
@@ -227,7 +228,8 @@ def _signature(block: BlockSpec, stopped: frozenset[str]) -> tuple[object, ...]:
 class Products:
     """Seconds of a block's matrix products: forward, of both gradients and of the weights' alone, and its model FLOPs.
 
-    ``redone`` are the seconds forward of every other one, ``linears`` the calls.
+    ``redone`` are the seconds forward of every other one, ``last`` those of a dense feed-forward's last, ``linears`` the
+    calls.
     """
 
     forward: float
@@ -235,6 +237,7 @@ class Products:
     weight: float
     flops: float
     redone: float
+    last: float
     linears: int
 
 
@@ -387,6 +390,18 @@ class Pricer:
             return per_block * 2.0 * (gather + scatter)
         return per_block * 2.0 * float(self.times.seconds("all_reduce", num_bytes, shape))
 
+    def _tp_again(self, key: WorkKey) -> float:
+        """Return seconds of tp communication of a block's second forward: all but the sum at its end."""
+        if key.tp < 2:
+            return 0.0
+        shape = self.tp_shape(key)
+        num_bytes = key.micro_batch * self.seq_len / key.cp * self.spec.hidden_size * self.compute_bytes
+        ends = 2.0 if drops_residual(self.spec) else 1.0
+        if not key.sp:
+            return ends * float(self.times.seconds("all_reduce", num_bytes, shape))
+        gathers = 2.0 * float(self.times.seconds("all_gather", num_bytes, shape))
+        return gathers + ends * float(self.times.seconds("reduce_scatter", num_bytes, shape))
+
     def _price_block(self, kind: int, key: WorkKey) -> Work:
         same = replace(key, recompute="none")
         if (kind, same) not in self._parts:
@@ -394,7 +409,9 @@ class Pricer:
         x = self._parts[kind, same]
         block, whole, entry = self.kinds[kind], x.work.kept, x.entry
         tokens = key.micro_batch * self.seq_len / key.cp
-        again_s = {"none": 0.0, "full": x.work.forward}.get(
+        # torch's checkpoint stops when the last tensor that backward needs is there: before the block's last product
+        spared = 0.0 if drops_residual(self.spec) or self.spec.adapter else x.products.last
+        again_s = {"none": 0.0, "full": x.work.forward - spared}.get(
             key.recompute, x.work.forward - x.products.forward - x.ahead + x.products.redone
         )
         # what a recomputed forward makes beside what was kept
@@ -402,7 +419,9 @@ class Pricer:
         return replace(
             x.work,
             recompute=again_s,
-            tensor=x.tensor * 1.5 if key.recompute == "full" else x.tensor,
+            tensor=x.tensor + (self._tp_again(key) if key.recompute != "none" else 0.0),
+            # a backward in two halves runs the whole block again
+            split=x.work.split + (spared if key.recompute == "full" else 0.0),
             context=self._context(key, x.ahead, x.behind),
             expert=self._expert(block, key, tokens),
             kept={"none": whole, "full": entry}.get(key.recompute, entry + x.extra),
@@ -470,7 +489,7 @@ class Pricer:
         slot = (kind, tokens, key.tp, key.ep)
         if slot not in self._products:
             block = self.kinds[kind]
-            forward = backward = weight = flops = redone = 0.0
+            forward = backward = weight = flops = redone = last = 0.0
             linears = products = 0
             for tensor in block.tensors:
                 if len(tensor.shape) < 2 or tensor.role in ("norm", "position"):
@@ -481,6 +500,7 @@ class Pricer:
                 weight += mine
                 flops += work
                 linears += calls
+                last = ahead if tensor.role == "mlp_out" and block.moe is None else last
                 if tensor.role in MATMUL_ROLES:
                     products += 1
                     redone += ahead if products % 2 else 0.0
@@ -490,6 +510,7 @@ class Pricer:
                 weight=weight,
                 flops=flops,
                 redone=redone,
+                last=last,
                 linears=linears,
             )
         return self._products[slot]
