@@ -20,10 +20,37 @@ TITAN = ran("torchtitan FSDP2", "H100-SXM5-80GB", "", True)
 def llama(**changed: object) -> Case:
     """An 8B Llama under torchtitan on eight devices."""
     base = next(case for case in resolve(read_table(RUNS))[0] if case.step_s is not None)
-    dims = dict(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, value_dim=128)
-    run = dict(n_gpus=8, node=8, tp=1, pp=1, vpp=1, cp=1, ep=1, dp=8, stage=3, shard=8, sp=False)
-    batch = dict(micro_batch=1, accumulation=1, global_batch=8, seq=8192, vocab=128256)
-    kind = dict(gated=True, experts=0, topk=0, kv_lora=0, q_lora=0, lora=False, fp8=False, fp4=False)
+    dims = {
+        "layers": 32,
+        "hidden": 4096,
+        "ffn": 14336,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "value_dim": 128,
+    }
+    run = {
+        "n_gpus": 8,
+        "node": 8,
+        "tp": 1,
+        "pp": 1,
+        "vpp": 1,
+        "cp": 1,
+        "ep": 1,
+        "dp": 8,
+        "stage": 3,
+        "shard": 8,
+    }
+    batch = {
+        "micro_batch": 1,
+        "accumulation": 1,
+        "global_batch": 8,
+        "seq": 8192,
+        "vocab": 128256,
+        "sp": False,
+    }
+    kind = {"gated": True, "experts": 0, "topk": 0, "kv_lora": 0, "q_lora": 0}
+    kind |= {"lora": False, "fp8": False, "fp4": False}
     made = replace(base, ran=TITAN, recompute="none", offload="none", **dims, **run, **batch, **kind)
     return replace(made, **changed)  # type: ignore[arg-type]
 

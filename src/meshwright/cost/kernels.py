@@ -71,15 +71,22 @@ sizes from NVIDIA's matrix multiplication background guide; the factors are assu
 
 NARROW: Final[Mapping[str, float]] = {"fa1": 0.0, "triton": 0.05, "fa2": 0.17, "fa3": 0.38, "cudnn": 0.45}
 """Power of (head size / 128) with which a kernel's rate falls below 128."""
-RAMP: Final[Mapping[str, float]] = {"fa1": 300.0, "triton": 370.0, "fa2": 280.0, "fa3": 400.0, "cudnn": 1000.0}
-"""Sequence length at which a causal kernel reaches half of its rate at long ones. Both tables from the FlashAttention-3
-paper's figures (H100, causal, forward, 512 to 16,384 tokens): at 128 FA2 191 to 335 TFLOP/s, Triton 146 to 378, FA3 292 to
-616; at 64 and 16,384 tokens 299, 363, 473 and cuDNN 388 of 539. Those of fa1 are assumed. cuDNN's from cudnn-frontend's
-training benchmark (one sequence; H200: 484 TFLOP/s forward and 370 backward at 2,048 tokens, 673 and 579 at 16,384)."""
+RAMP: Final[Mapping[str, float]] = {
+    "fa1": 300.0,
+    "triton": 370.0,
+    "fa2": 280.0,
+    "fa3": 400.0,
+    "cudnn": 1000.0,
+}
+"""Sequence length at which a causal kernel reaches half of its rate at long ones. Both tables from the
+FlashAttention-3 paper's figures (H100, causal, forward, 512 to 16,384 tokens): at 128 FA2 191 to 335 TFLOP/s, Triton 146
+to 378, FA3 292 to 616; at 64 and 16,384 tokens 299, 363, 473 and cuDNN 388 of 539. Those of fa1 are assumed. cuDNN's from
+cudnn-frontend's training benchmark (one sequence; H200: 484 TFLOP/s forward and 370 backward at 2,048 tokens, 673 and
+579 at 16,384)."""
 RAMP_BLACKWELL: Final[Mapping[str, float]] = {"fa2": 1300.0, "cudnn": 1500.0}
 """The same on Blackwell, from the same benchmark: on GB200 cuDNN 9.18 1022 TFLOP/s forward and 824 backward at 2,048
-tokens, 1646 and 1371 at 16,384 (9.10 on B200 rises later: 856 and 701 at 4,096, 1332 and 1075 at 16,384); FlashAttention-2
-242 and 186, 394 and 320."""
+tokens, 1646 and 1371 at 16,384 (9.10 on B200 rises later: 856 and 701 at 4,096, 1332 and 1075 at 16,384);
+FlashAttention-2 242 and 186, 394 and 320."""
 LONG: Final = 16384.0
 """Sequence length at which ``ATTENTION_SHARE`` holds."""
 

@@ -33,6 +33,11 @@ class Ran:
         launch: factor on the seconds that launching a kernel takes (graphs below 1).
         recompute: what "selective" means: core attention ("core") or every second matmul ("per-op").
         unprinted_recompute: the policy of rows that print none, where the framework's recipes say it.
+        tp_copies: gathers and scatters of the tensor axis are along a dim that is not the first, and copy.
+        keeps_gathered: layers of the tensor axis keep what they gathered for backward.
+        early_stop: a recomputed forward stops when the last tensor that backward needs is there.
+        holds_stage: with a pipeline, FSDP gathers parameters and reduces gradients once a step.
+        sends_cut: tensor ranks send a part each over a pipeline edge and gather the parts behind it.
         resident: how the peak was read: allocated, reserved, device or last_rank.
     """
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.cost.backtest.again import again_shares, tensor_again
 from meshwright.cost.backtest.case import Case
 from meshwright.cost.backtest.shapes import (
     Gemm,
@@ -120,7 +121,17 @@ def _casts(g: Gemm) -> dict[str, float]:
 
 def _compute(c: Case) -> dict[str, float]:
     """Return forward seconds of one micro-batch through all layers, and through the head."""
-    names = ("matmul", "grouped", "waves", "moved", "cast", "cast_b", "head_matmul", "head_waves", "head_moved")
+    names = (
+        "matmul",
+        "grouped",
+        "waves",
+        "moved",
+        "cast",
+        "cast_b",
+        "head_matmul",
+        "head_waves",
+        "head_moved",
+    )
     out: dict[str, float] = dict.fromkeys(names, 0.0)
     moe_layers = float(c.layers - c.dense_layers) if c.experts else 0.0
     dense = c.layers - moe_layers
@@ -166,68 +177,8 @@ def _compute(c: Case) -> dict[str, float]:
     out["embedding"] = 4.0 * c.tokens * c.hidden * 2.0 / rate / (c.tp if c.sp else 1)
     out["head_again"] = float(c.ran.loss_again)
     out["lora"] = float(c.lora)
-    out |= _again(c)
+    out |= again_shares(c)
     return out
-
-
-def _again(c: Case) -> dict[str, float]:
-    """Return the shares of a forward's products, attention and elementwise operations that backward runs again.
-
-    torch's checkpoint without reentrance stops when the last tensor that backward needs is there: the product at the end
-    of a block is not run again (torch.utils.checkpoint, set_checkpoint_early_stop; a compiler drops it too).
-    """
-    whole = 1.0 - _last_share(c) if c.ran.early_stop else 1.0
-    matmul, attention, rest = {
-        "full": (whole, 1.0, 1.0),
-        "every-second-layer": (0.5 * whole, 0.5, 0.5),
-        "modules": (0.1, 0.1, 0.1),
-        "core": (0.0, 1.0, 0.0),
-        "per-op": (_per_op_share(c), 0.0, 1.0),
-        "minimal": (0.35, 0.0, 1.0),
-    }.get(c.recompute, (0.0, 0.0, 0.0))
-    return {"again": rest, "again_matmul": matmul, "again_attention": attention}
-
-
-def _last_share(c: Case) -> float:
-    """Return the share of a dense layer's products that its last one has."""
-    gemms = dense_gemms(c)
-    return gemms[-1].flops / sum(g.flops for g in gemms)
-
-
-def _per_op_share(c: Case) -> float:
-    """Return the share of a layer's products that torchtitan's selective recompute runs again.
-
-    Its policy keeps every other product in 16 bits (of q, k, v, o, gate, up, down: all but k, o and up), attention's output
-    and what a reduce-scatter of the tensor axis gives, which spares o; asynchronous tensor parallelism does not keep the
-    latter (pull request 965). Products in 8 bits are another operation, which the policy's list does not have: all but the
-    last are run again (pytorch/torchtitan, the save list of its selective recompute).
-    """
-    if not c.gated or c.experts or c.kv_lora:
-        return 0.45
-    h, kv = float(c.hidden), float(c.kv_heads) * c.head_dim
-    q = float(c.heads) * c.head_dim
-    kept = c.tp > 1 and not c.ran.overlap_tp
-    out = 0.0 if kept else h * q
-    again = h * kv + out + h * c.ffn
-    if c.fp8:
-        again = h * (q + 2.0 * kv) + out + 2.0 * h * c.ffn
-    return again / (2.0 * h * q + 2.0 * h * kv + 3.0 * h * c.ffn)
-
-
-def _tensor_again(c: Case) -> float:
-    """Return the part of a forward's tensor communication that a backward repeats.
-
-    A layer's forward has two gathers and two scatters. Megatron's layers keep the cut input and gather it again beside
-    another product, counted as half hidden, on top of a recomputed forward. Those on DTensors keep what was gathered:
-    without recompute nothing is repeated; selective recompute repeats the gathers (and, where their output is not kept,
-    one of the scatters), full recompute all but the last scatter.
-    """
-    full = {"full": 1.0, "every-second-layer": 0.5, "modules": 0.1}.get(c.recompute, 0.0)
-    if not c.ran.keeps_gathered:
-        return full + (0.5 if c.sp else 0.0)
-    if c.recompute == "per-op":
-        return 0.75 if c.ran.overlap_tp else 0.5
-    return 0.75 * full
 
 
 def _elementwise(c: Case, moe_layers: float) -> float:
@@ -289,8 +240,10 @@ def _tensor(c: Case) -> dict[str, float]:
         # gathers along a dim that is not the first are followed by a copy, scatters preceded by one
         out["tp_copies"] = pairs * 4.0 * message / c.device.memory_rate.value if c.ran.tp_copies else 0.0
         out["tp_calls"] = _calls(message, pairs)
-        out["tp_again"] = _tensor_again(c)
-        out["tp_end"] = 0.5 / c.layers  # the embedding's output and the gradient of the head's input: one pair each
+        out["tp_again"] = tensor_again(c)
+        out["tp_end"] = (
+            0.5 / c.layers
+        )  # the embedding's output and the gradient of the head's input: one pair each
     if c.cp > 1:
         kv = 2.0 * c.tokens * max(1.0, c.kv_heads / c.tp) * c.head_dim * 2.0
         if c.ran.cp_style == "ulysses":
