@@ -107,6 +107,13 @@ def test_a_recomputed_block_leaves_out_what_only_its_end_needs(sp: str):
     # torch's checkpoint stops before the last product: seen on torch 2.13 by counting products in a backward
     assert again.recompute == pytest.approx(plain.forward - down)
     assert again.split == pytest.approx(plain.split + down)
+    # of q, k, v, o, gate, up, down the second, fourth and sixth are kept: q, v and gate run again
+    some = pricer.block(0, work_key(parse_layout(f"tp=8,sp={sp},recompute=selective", 8)))
+    attention = pricer.rates.attention_s(1, 32 / 8, 4096, 128)[0]
+    products = {"q": 512, "k": 128, "v": 128, "o": 512, "gate": 1792, "up": 1792, "down": 1792}
+    kept = [pricer.rates.matmul_s(4096, 4096, products[name]) for name in ("k", "up")]
+    kept.append(pricer.rates.matmul_s(4096, 512, 4096))
+    assert some.recompute == pytest.approx(again.recompute - attention - sum(kept))
     # of two gathers and two scatters (or two sums) forward, the last is not repeated
     extra = again.tensor / plain.tensor - 1.0
     assert extra == pytest.approx(0.25, abs=1e-6) if sp == "off" else 0.25 < extra < 0.5

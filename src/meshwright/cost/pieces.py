@@ -228,8 +228,8 @@ def _signature(block: BlockSpec, stopped: frozenset[str]) -> tuple[object, ...]:
 class Products:
     """Seconds of a block's matrix products: forward, of both gradients and of the weights' alone, and its model FLOPs.
 
-    ``redone`` are the seconds forward of every other one, ``last`` those of a dense feed-forward's last, ``linears`` the
-    calls.
+    ``redone`` are the seconds forward of every other one, ``last`` those of a dense feed-forward's last, which is
+    ``last_redone`` if it is among them; ``linears`` are the calls.
     """
 
     forward: float
@@ -238,6 +238,7 @@ class Products:
     flops: float
     redone: float
     last: float
+    last_redone: bool
     linears: int
 
 
@@ -410,9 +411,15 @@ class Pricer:
         block, whole, entry = self.kinds[kind], x.work.kept, x.entry
         tokens = key.micro_batch * self.seq_len / key.cp
         # torch's checkpoint stops when the last tensor that backward needs is there: before the block's last product
-        spared = 0.0 if drops_residual(self.spec) or self.spec.adapter else x.products.last
+        stops = not drops_residual(self.spec) and not self.spec.adapter
+        spared = x.products.last if stops else 0.0
         again_s = {"none": 0.0, "full": x.work.forward - spared}.get(
-            key.recompute, x.work.forward - x.products.forward - x.ahead + x.products.redone
+            key.recompute,
+            x.work.forward
+            - x.products.forward
+            - x.ahead
+            + x.products.redone
+            - (spared if x.products.last_redone else 0.0),
         )
         # what a recomputed forward makes beside what was kept
         again = {"none": 0.0, "full": whole - entry}.get(key.recompute, whole - entry - x.also_saved)
@@ -511,6 +518,7 @@ class Pricer:
                 flops=flops,
                 redone=redone,
                 last=last,
+                last_redone=products % 2 > 0,
                 linears=linears,
             )
         return self._products[slot]
