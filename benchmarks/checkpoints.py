@@ -3,8 +3,9 @@
     python benchmarks/checkpoints.py [--rounds 5] [--layers 12] [--ranks 2] [--dir DIR]
 
 Same model (sharded by FSDP2), same AdamW state, same folder, files brought to the disk by all. The cases take turns in
-every round. Printed: seconds and MB/s (10**6 bytes of tensors of all ranks), the median over rounds and the range; and
-ratios of throughput, ours over theirs, per round. DCP's load reads pages that were just written, as ours does.
+every round. Printed: seconds and MB/s (10**6 bytes of tensors of all ranks), the median over rounds and the range;
+processor seconds of all ranks (user and system, all threads), which other work on the machine changes less; and ratios
+of throughput, ours over theirs, per round. DCP's load reads pages that were just written, as ours does.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ def config(layers: int) -> dict[str, Any]:
     }
 
 
-def timed(call: Callable[[], Any]) -> float:
-    """Return the seconds from the moment all ranks begin until all have ended."""
+def timed(call: Callable[[], Any]) -> tuple[float, float]:
+    """Return the seconds from the moment all ranks begin until all have ended, and this rank's processor seconds."""
     dist.barrier()
-    begin = time.perf_counter()
+    begin, used = time.perf_counter(), time.process_time()
     call()
     dist.barrier()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, time.process_time() - used
 
 
 def bench(facts: RankFacts, work: Work) -> dict[str, Any]:
@@ -133,15 +134,17 @@ def bench(facts: RankFacts, work: Work) -> dict[str, Any]:
         "stall: ours, background": background,
     }
     found: dict[str, list[float]] = {name: [] for name in cases}
+    used: dict[str, list[float]] = {name: [] for name in cases}
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         for k in range(work.rounds + 1):  # the first round warms up
             for name, call in cases.items():
-                seconds = timed(call)
+                seconds, processor = timed(call)
                 if k:
                     found[name].append(seconds)
+                    used[name].append(processor)
             writer.wait()
-    return {"bytes": int(size), "seconds": found}
+    return {"bytes": int(size), "seconds": found, "processor": used}
 
 
 def _safetensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -160,14 +163,18 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="bench-checkpoints-", dir=given.dir))
     try:
         work = Work(given.rounds, given.layers, given.ranks, folder)
-        result = run_local(bench, given.ranks, work, preload=("transformers",))[0]
+        results = run_local(bench, given.ranks, work, preload=("transformers",))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    size, seconds = result["bytes"], result["seconds"]
+    size, seconds = results[0]["bytes"], results[0]["seconds"]
     print(f"{size / 1e6:.0f} MB of state on {given.ranks} ranks, {given.rounds} rounds")
     for name, times in seconds.items():
         rate = size / median(times) / 1e6
-        print(f"{name:<26} {median(times):7.3f} s  [{min(times):.3f}, {max(times):.3f}]  {rate:7.0f} MB/s")
+        used = sum(median(r["processor"][name]) for r in results)
+        print(
+            f"{name:<26} {median(times):7.3f} s  [{min(times):.3f}, {max(times):.3f}]  {rate:7.0f} MB/s"
+            f"  {used:7.3f} s of processors"
+        )
     for ours, theirs in (
         ("save: ours", "save: torch DCP"),
         ("save: ours", "save: safetensors"),

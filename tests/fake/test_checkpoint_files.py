@@ -25,7 +25,7 @@ from meshwright.base.codes.checkpoint import CODES
 from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.inspect import inspect_command, verify_command
 from meshwright.checkpoint.load import latest_checkpoint, load_checkpoint
-from meshwright.checkpoint.manifest import METADATA, find_damage, hash_file, step_name
+from meshwright.checkpoint.manifest import METADATA, find_damage, hash_file, manifest_text, step_name
 from meshwright.checkpoint.metadata import read_index, read_tensor
 from meshwright.checkpoint.save import clean, publish, save_checkpoint
 from meshwright.checkpoint.state import create_state, rank_state
@@ -352,3 +352,14 @@ def test_every_code_has_its_page() -> None:
     sevens = [c.code for c in CODES if c.code.startswith("E7")]
     assert sevens == [f"E{n}" for n in range(701, 701 + len(sevens))]
     assert all(c.why and c.needs and c.do and c.page for c in CODES if c.code.startswith("E"))
+
+
+def test_a_manifest_is_json_with_a_line_per_row() -> None:
+    """Nested rows, texts with quotes, empty lists: the same values back, and people can read it line by line."""
+    rows = [{"file": "a", "chunks": [{"key": 'x"y', "offset": 0}, {"key": "z", "offset": 3}]}, {"file": "b"}]
+    held = {"files": rows, "extra": {"rng": [1, 2], "none": None}, "empty": [], "name": "ü\n"}
+    text = manifest_text(held)
+    assert json.loads(text) == held
+    assert any(line.strip().startswith('{"key": "z"') for line in text.splitlines())
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        manifest_text({"loss": float("nan")})

@@ -153,3 +153,21 @@ def test_a_full_disk_ends_the_write_with_its_error(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="No space"), PieceFile(tmp_path / "f") as file:
         file.add("a", torch.zeros(3))
     assert file.stored.chunks == ()
+
+
+def test_large_and_many_pieces_are_written_whole(tmp_path: Path) -> None:
+    """Pieces of more than one call of the system, and more than it takes in one call: every byte and checksum."""
+    tensors = {"large": torch.arange(9_000_000)} | {f"{k}": torch.full((k % 7, 3), k) for k in range(700)}
+    path = tmp_path / "__0_0.distcp"
+    with PieceFile(path) as file:
+        places = {name: file.add(name, tensor) for name, tensor in tensors.items()}
+    content = path.read_bytes()
+    assert len(content) == file.stored.bytes
+    chunks = {c.key: c for c in file.stored.chunks}
+    for name, tensor in tensors.items():
+        offset, length = places[name]
+        assert chunks[name].crc32 == zlib.crc32(content[offset : offset + length])
+        out = torch.empty_like(tensor)
+        with path.open("rb") as stream:
+            assert read_rows(stream.fileno(), offset, tuple(tensor.shape), tensor.dtype, 0, out)
+        assert torch.equal(out, tensor)

@@ -103,7 +103,8 @@ def save_with_faults(rank: int, world: int, folder: Path) -> dict[str, list[tupl
     on_rank(1, "sealed_files", side_effect=full)
     on_rank(0, "write_manifest", side_effect=full)
     on_rank(0, "clean", side_effect=PermissionError(13, "Permission denied"))
-    on_rank(1, "METADATA", new="not-there")
+    with mock.patch.object(Path, "is_dir", return_value=False) if rank == 1 else mock.MagicMock():
+        found["another folder on 1"] = codes(run.save, folder, 2)
 
     def longer(temporary: Path, files: Any) -> Any:
         return [save_module.StoredFile(file=f.file, bytes=f.bytes + 1) for f in files]
@@ -130,7 +131,7 @@ def test_a_fault_on_one_rank_ends_the_save_on_all(pool, tmp_path):
         "write": ["E703"],
         "write_manifest on 0": ["E703"],
         "clean on 0": ["E703"],
-        "METADATA on 1": ["E704"],
+        "another folder on 1": ["E704"],
         "sealed_files on 1": ["E703"],
         "not seen by rank 0": ["E704"],
         "extra": ["E717"],

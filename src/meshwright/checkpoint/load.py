@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem
+from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
 from meshwright.checkpoint.agree import Ranks, this_world
 from meshwright.checkpoint.manifest import (
     MODEL,
@@ -103,11 +103,10 @@ def load_checkpoint(
         wanted = state.tensors | {key: t for key, t in state.copies if key not in state.tensors}
     except MeshwrightError as error:
         problems, wanted = list(error.problems), {}
-    ranks.refuse(problems)
-    assert state is not None
     if optimizer is None:
         stored = {key: entry for key, entry in stored.items() if key.startswith(MODEL)}
-    _refuse_differences(ranks, path, wanted, stored)
+    _refuse_differences(ranks, path, wanted, stored, problems)
+    assert state is not None
     _read(ranks, path, index, state)
     if optimizer is not None and not with_state:
         optimizer.state.clear()  # it was saved before the first update
@@ -120,12 +119,21 @@ def stored_tensors(index: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def _refuse_differences(
-    ranks: Ranks, path: Path, wanted: Mapping[str, Tensor], stored: Mapping[str, TensorStorageMetadata]
+    ranks: Ranks,
+    path: Path,
+    wanted: Mapping[str, Tensor],
+    stored: Mapping[str, TensorStorageMetadata],
+    before: Sequence[Problem],
 ) -> None:
-    """Refuse, on all ranks alike, names that are missing or left over and tensors of another shape or dtype."""
+    """Refuse, on all ranks alike, names that are missing or left over and tensors of another shape or dtype.
+
+    ``before`` is what this rank found wrong earlier: the Problems of all ranks are raised on all.
+    """
     mine = {key: (tuple(t.shape), t.dtype) for key, t in wanted.items()}
     union: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for part in ranks.all_gather(mine):
+    told = ranks.all_gather((tuple(before), mine))
+    refuse(list(dict.fromkeys(p for part in told for p in part[0])))
+    for _, part in told:
         union |= part
     missing = sorted(key for key in union if key not in stored)
     unexpected = sorted(key for key in stored if key not in union)

@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,7 +65,7 @@ class StoredFile:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return asdict(self) | {"chunks": [asdict(c) for c in self.chunks]}
+        return vars(self) | {"chunks": [dict(vars(c)) for c in self.chunks]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +141,32 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write ``manifest.json`` and bring file and folder to the disk."""
     path = folder / MANIFEST
     with path.open("w", encoding="utf-8") as stream:
-        json.dump(manifest, stream, indent=1, allow_nan=False)
-        stream.write("\n")
+        stream.write(manifest_text(manifest))
         stream.flush()
         os.fsync(stream.fileno())
     sync_folder(folder)
+
+
+def manifest_text(manifest: Mapping[str, Any]) -> str:
+    """Return the JSON of a manifest: a line per entry, and per row of a list of mappings.
+
+    Rows are written by C code, which an indented text is not; a manifest may have tens of thousands of pieces.
+    """
+
+    def text(value: Any) -> str:
+        return json.dumps(value, allow_nan=False)
+
+    def entry(value: Any) -> str:
+        if isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value):
+            return "[\n  " + ",\n  ".join(map(row_text, value)) + "\n ]"
+        return text(value)
+
+    def row_text(row: Mapping[str, Any]) -> str:
+        if any(isinstance(v, list) and v and isinstance(v[0], Mapping) for v in row.values()):
+            return "{" + ", ".join(f"{text(k)}: {entry(v)}" for k, v in row.items()) + "}"
+        return text(row)
+
+    return "{\n" + ",\n".join(f" {text(k)}: {entry(v)}" for k, v in manifest.items()) + "\n}\n"
 
 
 def sync_folder(folder: Path) -> None:

@@ -18,8 +18,9 @@ import pickle
 import struct
 import sys
 import zlib
-from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, cast
@@ -37,7 +38,19 @@ HEAD_BYTES: Final = 64
 _DATA: Final = b"archive/data/0"
 _LARGEST: Final = 1 << 31
 _STEP: Final = 1 << 20
-"""Bytes that are checksummed and written together, while they are in the processor's cache."""
+"""Bytes that are checksummed together, between which the interpreter may turn to another thread."""
+
+_TOGETHER: Final = 1 << 23
+"""Bytes that wait to be written by one call."""
+
+_MOST_PARTS: Final = 1024
+"""Parts that one call of Linux writes (IOV_MAX)."""
+
+_SMALL: Final = 1 << 16
+"""A piece below so many bytes is checksummed where it is added."""
+
+_BEHIND: Final = 1 << 26
+"""Bytes by which checksums may be behind."""
 
 _SYNC_EVERY: Final = 1 << 25
 _BEGIN: Final = 2
@@ -68,7 +81,10 @@ def head_of(size: int) -> bytes:
 
 
 def tail_of(tensor: Tensor, size: int) -> bytes:
-    """Return what stands behind the bytes of ``tensor`` in a piece: objects, byte order, version, directory."""
+    """Return what stands behind the bytes of ``tensor`` in a piece: objects, byte order, version, directory.
+
+    The same for all tensors of its dtype and shape.
+    """
     at = HEAD_BYTES + size
     out, directory = b"", _central(_DATA, 0, size, 0)
     members = {
@@ -127,7 +143,8 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 class PieceFile:
     """One file of pieces while it is written: ``with PieceFile(path) as file``, then ``file.stored``.
 
-    At the end of the ``with`` block the file is on the disk.
+    Pieces are checksummed in a thread of their own, beside the writing and behind it, and the system begins to bring
+    them to the disk in another; at the end of the ``with`` block the file is on the disk.
 
     Attributes:
         stored: name, size and pieces with their CRC-32, at the end of the block.
@@ -135,8 +152,12 @@ class PieceFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._chunks: list[Chunk] = []
-        self._small = bytearray()
+        self._chunks: list[Callable[[], Chunk]] = []
+        self._summing: deque[tuple[int, Future[int]]] = deque()
+        self._behind = 0
+        self._waiting: list[memoryview] = []
+        self._gathered = 0
+        self._tails: dict[tuple[torch.dtype, torch.Size], bytes] = {}
         self._at = 0
         self._there = self._begun = 0
         self.stored = StoredFile(file=path.name, bytes=0)
@@ -145,6 +166,7 @@ class PieceFile:
         """Open the file, which must not be there yet."""
         self._file = self._path.open("xb", buffering=0)
         self._pool = ThreadPoolExecutor(1)
+        self._early = ThreadPoolExecutor(1)
         return self
 
     def __exit__(
@@ -159,62 +181,93 @@ class PieceFile:
             if kind is None:
                 self._flush()
                 os.fsync(self._file.fileno())
-                self.stored = StoredFile(file=self._path.name, bytes=self._at, chunks=tuple(self._chunks))
+                chunks = tuple(chunk() for chunk in self._chunks)
+                self.stored = StoredFile(file=self._path.name, bytes=self._at, chunks=chunks)
         finally:
-            self._pool.shutdown()
+            self._pool.shutdown(cancel_futures=True)
+            self._early.shutdown(cancel_futures=True)
             self._file.close()
 
     def add(self, key: str, tensor: Tensor) -> tuple[int, int]:
-        """Append ``tensor`` (on the CPU) as one piece; return its offset and length in bytes."""
-        begin = self._at
-        crc = 0
+        """Append ``tensor`` (on the CPU) as one piece; return its offset and length in bytes.
+
+        The tensor must keep its values until the end of the ``with`` block. At most ``_BEHIND`` bytes of pieces and one
+        more piece are held while they wait to be written and checksummed.
+        """
         size = tensor.numel() * tensor.element_size()
         if tensor.dtype in _KINDS and size < _LARGEST:
             content = raw_bytes(tensor.contiguous())
-            parts = [memoryview(head_of(size)), content, memoryview(tail_of(tensor, size))]
+            kind = tensor.dtype, tensor.shape
+            tail = self._tails.get(kind) or self._tails.setdefault(kind, tail_of(tensor, size))
+            parts = [memoryview(head_of(size)), content, memoryview(tail)]
         else:
             stream = io.BytesIO()
             torch.save(tensor.contiguous().clone(), stream)
             parts = [stream.getbuffer()]
-        for part in parts:
-            if len(part) > 4 * _STEP:  # summed and written at the same time: neither holds the interpreter
-                summed = self._pool.submit(_crc_of, part, crc)
-                self._write(part)
-                crc = summed.result()
-            else:
-                crc = zlib.crc32(part, crc)
-                self._write(part)
-        self._chunks.append(Chunk(key=key, offset=begin, length=self._at - begin, crc32=crc))
-        return begin, self._at - begin
+        begin, length = self._at, sum(len(part) for part in parts)
+        self._at += length
+        crc = self._sum(parts, length)
+        self._chunks.append(lambda: Chunk(key=key, offset=begin, length=length, crc32=crc()))
+        self._waiting += parts
+        self._gathered += length
+        if self._gathered >= _TOGETHER:
+            self._flush()
+        return begin, length
 
-    def _write(self, content: memoryview) -> None:
-        self._at += len(content)
-        if len(self._small) + len(content) <= _STEP:
-            self._small += content
-            return
-        self._flush()
-        self._put(content)
+    def _sum(self, parts: list[memoryview], length: int) -> Callable[[], int]:
+        """Begin to checksum a piece; what is returned waits for it."""
+        if length < _SMALL:
+            done = _crc_of(parts)
+            return lambda: done
+        summing = self._pool.submit(_crc_of, parts)
+        self._summing.append((length, summing))
+        self._behind += length
+        while self._behind > _BEHIND and len(self._summing) > 1:
+            earlier, future = self._summing.popleft()
+            future.result()
+            self._behind -= earlier
+        return summing.result
 
     def _flush(self) -> None:
-        if self._small:
-            self._put(memoryview(self._small))
-            self._small = bytearray()
-
-    def _put(self, content: memoryview) -> None:
-        done = 0
-        while done < len(content):
-            count = self._file.write(content[done : done + _SYNC_EVERY])
-            done += count
+        """Write the pieces that wait, many by one call."""
+        waiting, self._waiting, self._gathered = self._waiting, [], 0
+        while waiting:
+            count = os.writev(self._file.fileno(), _first(waiting, _SYNC_EVERY))
             self._there += count
             if self._there - self._begun >= _SYNC_EVERY:
-                _begin_writing(self._file.fileno(), self._begun, self._there - self._begun)
+                self._early.submit(
+                    _begin_writing, self._file.fileno(), self._begun, self._there - self._begun
+                )
                 self._begun = self._there
+            waiting = _after(waiting, count)
 
 
-def _crc_of(content: memoryview, crc: int) -> int:
-    """Return the CRC-32 of what was summed before and ``content``."""
-    for at in range(0, len(content), _STEP):
-        crc = zlib.crc32(content[at : at + _STEP], crc)
+def _first(parts: list[memoryview], most: int) -> list[memoryview]:
+    """Return the first parts, of at most ``most`` bytes (the last one cut) and at most ``_MOST_PARTS``."""
+    out: list[memoryview] = []
+    for part in parts[:_MOST_PARTS]:
+        if most <= 0:
+            break
+        out.append(part[:most])
+        most -= len(part)
+    return out
+
+
+def _after(parts: list[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of ``parts`` behind their first ``count`` bytes."""
+    for k, part in enumerate(parts):
+        if count < len(part):
+            return [part[count:], *parts[k + 1 :]]
+        count -= len(part)
+    return []
+
+
+def _crc_of(parts: list[memoryview]) -> int:
+    """Return the CRC-32 of ``parts``, one behind the other."""
+    crc = 0
+    for part in parts:
+        for at in range(0, len(part), _STEP):
+            crc = zlib.crc32(part[at : at + _STEP], crc)
     return crc
 
 

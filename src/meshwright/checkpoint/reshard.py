@@ -136,8 +136,8 @@ class _Files:
         self.storage[MetadataIndex(key, offsets)] = _StorageInfo(name, begin, length)
         self.pieces.setdefault(name, []).append((key, begin, length))
 
-    def finish(self) -> list[StoredFile]:
-        """Write the index, bring all files to the disk, return them with their hashes."""
+    def finish(self) -> tuple[list[StoredFile], Metadata]:
+        """Write the index, bring all files to the disk, return them with their hashes, and the index."""
         entries = {
             key: TensorStorageMetadata(entry.properties, entry.size, self.chunks[key])
             for key, entry in stored_tensors(self.index).items()
@@ -148,7 +148,7 @@ class _Files:
             with path.open("rb") as stream:
                 os.fsync(stream.fileno())
         sync_folder(self.folder)
-        return [hash_file(self.folder / name, held) for name, held in sorted(self.pieces.items())]
+        return [hash_file(self.folder / name, held) for name, held in sorted(self.pieces.items())], made
 
 
 def reshard(checkpoint: Path, layout: Layout, out: Path) -> dict[str, Any]:
@@ -171,11 +171,11 @@ def reshard(checkpoint: Path, layout: Layout, out: Path) -> dict[str, Any]:
         temporary.mkdir(parents=True)
         files = _Files(temporary, checkpoint, index)
         _fill(files, spec, plan)
-        stored = files.finish()
+        stored, made = files.finish()
         facts = {k: v for k, v in manifest.items() if k not in ("files", "tensors", "complete")}
         facts |= {"plan": plan_to_dict(plan), "world_size": plan.world_size}
         facts["extra"] = {**manifest["extra"], "plan_hash": plan.hash}
-        refuse(finish_checkpoint(temporary, stored, facts), ExitCode.ENVIRONMENT)
+        refuse(finish_checkpoint(temporary, stored, facts, made), ExitCode.ENVIRONMENT)
     except OSError as error:
         raise MeshwrightError(
             problem("E703", where=str(out), found=f"{type(error).__name__}: {error}"), ExitCode.ENVIRONMENT

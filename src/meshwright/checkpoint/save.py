@@ -1,8 +1,8 @@
 """Writing a checkpoint: every rank its own shards, aside, then one rename.
 
 Order: agree on a folder -> torch DCP plans, every rank writes its shards with their checksums and brings them to the
-disk, rank 0 the index -> rank 0 writes the manifest -> one rename. A fault on any rank ends the save on all ranks with
-the same error and leaves the checkpoints that were there.
+disk -> rank 0 hears that all have, writes the index and the manifest, and renames once -> all hear of it. A fault on
+any rank ends the save on all ranks with the same error and leaves the checkpoints that were there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem
+from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
 from meshwright.checkpoint.agree import Ranks
 from meshwright.checkpoint.manifest import (
     FORMAT,
@@ -46,30 +46,41 @@ from meshwright.checkpoint.manifest import (
     why_incomplete,
     write_manifest,
 )
-from meshwright.checkpoint.metadata import read_index
 from meshwright.checkpoint.piece_files import PieceFile
 from meshwright.checkpoint.state import Place, describe_optimizer, rank_state
+
+
+class _Writes(list[WriteResult]):
+    """What one rank wrote: torch's results, and the files with their checksums, which travel to rank 0 with them."""
+
+    files: tuple[StoredFile, ...] = ()
 
 
 class _Writer(FileSystemWriter):
     """DCP's file writer, with one file per rank that is checksummed while it is written.
 
-    The folder's path is left out of the index (it is a machine's, and it will be renamed).
-
-    Attributes:
-        files: what this rank wrote.
+    The folder's path is left out of the index (it is a machine's, and it will be renamed). On rank 0, ``finish`` ends
+    with the manifest and the rename, so that the answer to all ranks is that the checkpoint has its name.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rank: int, facts: dict[str, Any]) -> None:
         super().__init__(folder, sync_files=True, overwrite=False)
-        self.files: list[StoredFile] = []
+        self._rank, self._facts = rank, facts
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return ``plan``, when this rank sees the folder that rank 0 made (torch would make another one here)."""
+        folder = Path(self.path)
+        if not folder.is_dir():
+            found = f"rank {self._rank} does not see the folder that rank 0 made"
+            raise MeshwrightError(problem("E704", where=str(folder.parent), found=found))
+        return plan
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the tensors of ``plan`` (all items are tensors: ``state`` refuses others) and bring them to the disk."""
-        results: list[WriteResult] = []
+        results = _Writes()
         if plan.items:
             name = f"{plan.storage_data.prefix}0.distcp"
             with PieceFile(Path(self.path) / name) as file:
@@ -78,10 +89,17 @@ class _Writer(FileSystemWriter):
                     offset, length = file.add(item.index.fqn, tensor)
                     place = _StorageInfo(name, offset, length)
                     results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
-            self.files = [file.stored]
+            results.files = (file.stored,)
+        results.files = tuple(sealed_files(Path(self.path), list(results.files)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index and the manifest, and give the folder its name. Rank 0 calls it when all have written."""
+        super().finish(metadata, results)
+        files = [file for part in results for file in cast("_Writes", part).files]
+        refuse(finish_checkpoint(Path(self.path), files, self._facts, metadata), ExitCode.ENVIRONMENT)
 
 
 def save_checkpoint(
@@ -114,23 +132,27 @@ def save_checkpoint(
         rank: this rank.
         place: puts a part of a tensor at its place in the logical tensor, where an axis cuts within it.
 
-    Communication: gathers of plans and file hashes, broadcasts of names, on ``world``.
+    Communication: one all_gather of names, then torch's: plans to rank 0 and back, what was written to rank 0 and the
+        index back, on ``world``.
 
     Raises:
-        MeshwrightError: E703 when writing failed on a rank, E704 when rank 0 does not see another rank's files,
+        MeshwrightError: E703 when writing failed on a rank, E704 when the ranks do not see each other's files,
             E716 and E717 for state that cannot be stored.
     """
-    ranks = Ranks(rank, world_size)
-    captured: Captured | None = None
+    captured = Captured(tensors={}, optimizer={}, tied={})
     problems: list[Problem] = []
     try:
         captured = capture(params, optimizer, tied, place)
     except MeshwrightError as error:
         problems += error.problems
-    ranks.refuse(problems)
-    assert captured is not None
     return write_checkpoint(
-        ranks, folder=folder, step=step, captured=captured, extra=extra, manifest=manifest
+        Ranks(rank, world_size),
+        folder=folder,
+        step=step,
+        captured=captured,
+        extra=extra,
+        manifest=manifest,
+        problems=problems,
     )
 
 
@@ -166,21 +188,19 @@ def write_checkpoint(
     captured: Captured,
     extra: dict[str, Any],
     manifest: dict[str, Any],
+    problems: Sequence[Problem] = (),
 ) -> Path:
-    """Write what the ranks captured as ``folder/step-N`` and return its path on every rank (see ``save_checkpoint``)."""
-    ranks.refuse(_json_problems(extra, "extra") + _json_problems(manifest, "manifest"))
-    temporary = folder / _begin(ranks, folder, step)
+    """Write what the ranks captured as ``folder/step-N`` and return its path on every rank (see ``save_checkpoint``).
+
+    ``problems`` are this rank's reasons not to write; all ranks raise those of all.
+    """
+    problems = [*problems, *_json_problems(extra, "extra"), *_json_problems(manifest, "manifest")]
+    name, tied = _begin(ranks, folder, step, problems, captured.tied)
+    facts = {"extra": extra, "optimizer": captured.optimizer, "tied": tied, "step": step}
+    temporary = folder / name
     try:
-        writer = _Writer(temporary)
+        writer = _Writer(temporary, ranks.rank, manifest | facts | {"world_size": ranks.world_size})
         _write_shards(ranks, temporary, captured.tensors, writer)
-        files = _gather_files(ranks, temporary, writer)
-        facts = {"extra": extra, "optimizer": captured.optimizer}
-        copies = {c: o for part in ranks.gather(captured.tied) or () for c, o in part.items()}
-        verdict: list[Problem] = []
-        if files is not None:
-            facts |= {"tied": copies, "step": step, "world_size": ranks.world_size}
-            verdict = finish_checkpoint(temporary, files, manifest | facts)
-        ranks.refuse(verdict, ExitCode.ENVIRONMENT)
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -196,22 +216,27 @@ def _json_problems(values: Mapping[str, Any], where: str) -> list[Problem]:
     return []
 
 
-def _begin(ranks: Ranks, folder: Path, step: int) -> str:
-    """Make the temporary folder on rank 0 and return its name on every rank."""
-    name, found = temporary_name(step, uuid.uuid4().hex[:12]), ""
-    if ranks.rank == 0:
+def _begin(
+    ranks: Ranks, folder: Path, step: int, problems: Sequence[Problem], tied: Mapping[str, str]
+) -> tuple[str, dict[str, str]]:
+    """Make the temporary folder on rank 0; return its name, and the tied copies of all ranks, on every rank."""
+    name, failed = temporary_name(step, uuid.uuid4().hex[:12]), ""
+    if ranks.rank == 0 and not problems:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             clean(folder)
             (folder / name).mkdir()
         except OSError as error:
-            found = f"{type(error).__name__}: {error}"
-    name, found = ranks.from_first((name, found))
-    if found:
-        raise MeshwrightError(
-            problem("E703", where=str(folder), found=f"rank 0: {found}"), ExitCode.ENVIRONMENT
-        )
-    return name
+            failed = f"rank 0: {type(error).__name__}: {error}"
+    told = ranks.all_gather((name, failed, tuple(problems), dict(tied)))
+    name, failed = told[0][:2]
+    found = list(dict.fromkeys(p for part in told for p in part[2]))
+    if found and ranks.rank == 0:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    refuse(found)
+    if failed:
+        refuse([problem("E703", where=str(folder), found=failed)], ExitCode.ENVIRONMENT)
+    return name, {copy: original for part in told for copy, original in part[3].items()}
 
 
 def clean(folder: Path) -> None:
@@ -228,7 +253,7 @@ def clean(folder: Path) -> None:
 
 
 def _write_shards(ranks: Ranks, temporary: Path, tensors: dict[str, Tensor], writer: _Writer) -> None:
-    """Let DCP write this rank's shards and, on rank 0, the index."""
+    """Let DCP plan and write this rank's shards and, on rank 0, finish the checkpoint."""
     try:
         with warnings.catch_warnings():
             if ranks.world_size == 1:  # torch warns that it saves in one process, which is meant here
@@ -240,34 +265,19 @@ def _write_shards(ranks: Ranks, temporary: Path, tensors: dict[str, Tensor], wri
                 no_dist=ranks.world_size == 1,
             )
     except CheckpointException as error:
-        raise MeshwrightError(
-            [
-                problem(
-                    "E703",
-                    where=str(temporary.parent),
-                    found=f"rank {guilty}: {type(cause).__name__}: {cause}",
-                )
-                for guilty, (cause, _) in sorted(error.failures.items())
-            ],
-            ExitCode.ENVIRONMENT,
-        ) from error
+        problems = [
+            found
+            for guilty, (cause, _) in sorted(error.failures.items())
+            for found in _problems_of(cause, guilty, temporary.parent)
+        ]
+        raise MeshwrightError(list(dict.fromkeys(problems)), ExitCode.ENVIRONMENT) from error
 
 
-def _gather_files(ranks: Ranks, temporary: Path, writer: _Writer) -> list[StoredFile] | None:
-    """Return every rank's files with their checksums on rank 0 (None elsewhere)."""
-    problems: list[Problem] = []
-    mine: list[StoredFile] = []
-    try:
-        mine = sealed_files(temporary, writer.files)
-    except OSError as error:
-        found = f"rank {ranks.rank}: {type(error).__name__}: {error}"
-        problems = [problem("E703", where=str(temporary.parent), found=found)]
-    if not problems and not (temporary / METADATA).is_file():
-        found = f"rank {ranks.rank} does not see the index that rank 0 wrote"
-        problems = [problem("E704", where=str(temporary.parent), found=found)]
-    ranks.refuse(problems, ExitCode.ENVIRONMENT)
-    parts = ranks.gather(mine)
-    return None if parts is None else [f for part in parts for f in part]
+def _problems_of(cause: BaseException, guilty: int, folder: Path) -> tuple[Problem, ...]:
+    """Return what went wrong on the rank ``guilty``."""
+    if isinstance(cause, MeshwrightError):
+        return cause.problems
+    return (problem("E703", where=str(folder), found=f"rank {guilty}: {type(cause).__name__}: {cause}"),)
 
 
 def sealed_files(temporary: Path, files: list[StoredFile]) -> list[StoredFile]:
@@ -283,8 +293,13 @@ def sealed_files(temporary: Path, files: list[StoredFile]) -> list[StoredFile]:
     return files
 
 
-def finish_checkpoint(temporary: Path, files: list[StoredFile], facts: dict[str, Any]) -> list[Problem]:
-    """Check that all files are here, write the manifest and give the folder its name; return what went wrong."""
+def finish_checkpoint(
+    temporary: Path, files: list[StoredFile], facts: dict[str, Any], index: Metadata
+) -> list[Problem]:
+    """Check that all files are here, write the manifest and give the folder its name; return what went wrong.
+
+    ``index`` is what ``METADATA`` holds.
+    """
     folder = temporary.parent
     try:
         unseen = [
@@ -303,7 +318,7 @@ def finish_checkpoint(temporary: Path, files: list[StoredFile], facts: dict[str,
                 "format": FORMAT,
                 "format_version": FORMAT_VERSION,
                 "plan_hash": extra.get("plan_hash", facts.get("plan_hash", "")),
-                "tensors": tensor_rows(read_index(temporary)),
+                "tensors": tensor_rows(index),
                 "files": [f.as_dict() for f in files],
                 "complete": True,
             },
