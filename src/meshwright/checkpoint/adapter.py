@@ -5,9 +5,6 @@ One process, no process group; memory holds the factors (and, when merging, one 
 
 from __future__ import annotations
 
-import os
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
+from meshwright.base.files import whole_folder
 from meshwright.checkpoint.load import load_checkpoint, stored_tensors
-from meshwright.checkpoint.manifest import MODEL, read_manifest, sync_folder
+from meshwright.checkpoint.manifest import MODEL, read_manifest
 from meshwright.checkpoint.metadata import read_index, read_tensor
 from meshwright.model.adapters import adapted, adapter_from_dict
 from meshwright.model.read_hf import spec_from_config
@@ -83,24 +81,14 @@ def export_adapter(
     described: Any = lora_config(spec)
     described.base_model_name_or_path = str(manifest["plan"].get("model_path", ""))
     described.inference_mode = True
-    temporary = out.with_name(f".{out.name}.tmp-{uuid.uuid4().hex[:12]}")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        save_file(saved, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-        described.save_pretrained(str(temporary))
-        for path in temporary.iterdir():
-            with path.open("rb") as stream:
-                os.fsync(stream.fileno())
-        sync_folder(temporary)
-        os.rename(temporary, out)
-        sync_folder(out.parent)
+        with whole_folder(out) as temporary:
+            save_file(saved, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+            described.save_pretrained(str(temporary))
     except OSError as error:
         raise MeshwrightError(
             problem("E703", where=str(out), found=f"{type(error).__name__}: {error}"), ExitCode.ENVIRONMENT
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     untrained = sum(1 for name, t in factors.items() if name.endswith("lora_B.weight") and not t.any())
     return {
         "checkpoint": str(checkpoint),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
-from meshwright.checkpoint.manifest import sync_folder
+from meshwright.base.files import whole_folder
 from meshwright.checkpoint.stream import Row, ShardFiles, rows_of
 
 MAX_SHARD_BYTES: Final = 2 * 10**9
@@ -91,30 +89,21 @@ def write_folder(
     Raises:
         MeshwrightError: E703 when ``out`` cannot be written.
     """
-    temporary = out.with_name(f".{out.name}.tmp-{uuid.uuid4().hex[:12]}")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        shards = ShardFiles(temporary, max_shard_bytes, _coming(names, skeleton, dtype))
-        for block in _blocks(names):
-            tensors = {name: tensor.to(dtype) for name, tensor in read(block).items()}
-            shards.add(_hub_tensors(skeleton, tensors))
-        files = shards.finish()
-        kept = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype", "architectures")}
-        named = {"architectures": [type(skeleton).__name__], "dtype": dtype_name(dtype)}
-        _write_json(temporary / "config.json", named | kept)
-        copied = _copy_tokenizer(tokenizer, temporary)
-        for path in temporary.iterdir():
-            _sync_file(path)
-        sync_folder(temporary)
-        os.rename(temporary, out)
-        sync_folder(out.parent)
+        with whole_folder(out) as temporary:
+            shards = ShardFiles(temporary, max_shard_bytes, _coming(names, skeleton, dtype))
+            for block in _blocks(names):
+                tensors = {name: tensor.to(dtype) for name, tensor in read(block).items()}
+                shards.add(_hub_tensors(skeleton, tensors))
+            files = shards.finish()
+            kept = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype", "architectures")}
+            named = {"architectures": [type(skeleton).__name__], "dtype": dtype_name(dtype)}
+            _write_json(temporary / "config.json", named | kept)
+            copied = _copy_tokenizer(tokenizer, temporary)
     except OSError as error:
         raise MeshwrightError(
             problem("E703", where=str(out), found=f"{type(error).__name__}: {error}"), ExitCode.ENVIRONMENT
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return Written(tensors=len(shards.places), bytes=shards.bytes, files=files, tokenizer=copied)
 
 
@@ -209,8 +198,3 @@ def _copy_tokenizer(place: Any, folder: Path) -> list[str]:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())

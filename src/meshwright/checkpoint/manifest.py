@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from meshwright.base.errors import MeshwrightError, Problem, problem
+from meshwright.base.files import write_whole
 
 FORMAT: Final = "meshwright-checkpoint"
 FORMAT_VERSION: Final = 2
@@ -139,12 +140,7 @@ def _read(stream: Any, length: int | None, digest: Any) -> tuple[int, int]:
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write ``manifest.json`` and bring file and folder to the disk."""
-    path = folder / MANIFEST
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(manifest_text(manifest))
-        stream.flush()
-        os.fsync(stream.fileno())
-    sync_folder(folder)
+    write_whole(folder / MANIFEST, manifest_text(manifest))
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> str:
@@ -167,15 +163,6 @@ def manifest_text(manifest: Mapping[str, Any]) -> str:
         return text(row)
 
     return "{\n" + ",\n".join(f" {text(k)}: {entry(v)}" for k, v in manifest.items()) + "\n}\n"
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in ``folder`` to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # -- reading ------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ own file only. The logical tensors are compared afterwards, by SHA-256.
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 import shutil
 import uuid
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem, refuse
+from meshwright.base.files import sync
 from meshwright.checkpoint.inspect import find_checkpoint
 from meshwright.checkpoint.load import stored_tensors
 from meshwright.checkpoint.manifest import (
@@ -39,7 +39,6 @@ from meshwright.checkpoint.manifest import (
     hash_file,
     read_manifest,
     step_name,
-    sync_folder,
     temporary_name,
 )
 from meshwright.checkpoint.metadata import read_index, read_part, read_tensor
@@ -145,9 +144,8 @@ class _Files:
         made = replace(self.index, state_dict_metadata=entries, storage_data=self.storage)
         (self.folder / METADATA).write_bytes(pickle.dumps(made))
         for path in self.folder.iterdir():
-            with path.open("rb") as stream:
-                os.fsync(stream.fileno())
-        sync_folder(self.folder)
+            sync(path)
+        sync(self.folder)
         return [hash_file(self.folder / name, held) for name, held in sorted(self.pieces.items())], made
 
 

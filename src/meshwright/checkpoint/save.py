@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
+from meshwright.base.files import sync
 from meshwright.checkpoint.agree import Ranks
 from meshwright.checkpoint.manifest import (
     FORMAT,
@@ -41,7 +42,6 @@ from meshwright.checkpoint.manifest import (
     old_name,
     step_name,
     steps_in,
-    sync_folder,
     temporary_name,
     why_incomplete,
     write_manifest,
@@ -337,7 +337,7 @@ def publish(temporary: Path, final: Path) -> None:
         aside = final.with_name(old_name(step, uuid.uuid4().hex[:12]))
         os.rename(final, aside)
     os.rename(temporary, final)
-    sync_folder(final.parent)
+    sync(final.parent)
     if aside is not None:
         with contextlib.suppress(OSError):  # the next save tries again
             shutil.rmtree(aside)

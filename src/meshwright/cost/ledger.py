@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
-import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
+from meshwright.base.files import write_whole
 from meshwright.program.plan import Plan
 from meshwright.program.plan_file import plan_from_dict, plan_to_dict
 
@@ -189,17 +188,3 @@ def _locked(path: Path) -> Generator[None]:
     with path.open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file: written to a temporary name beside it, synced, renamed."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

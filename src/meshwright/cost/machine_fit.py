@@ -19,11 +19,12 @@ from typing import Any, Final, cast
 import numpy as np
 
 from meshwright.base.errors import MeshwrightError
+from meshwright.base.files import write_whole
 from meshwright.base.records import Prediction
 from meshwright.cluster.load import with_gpus
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.collective import Floats
-from meshwright.cost.ledger import LedgerRow, ledger_path, read_ledger, write_whole
+from meshwright.cost.ledger import LedgerRow, ledger_path, read_ledger
 from meshwright.cost.machine_profile import (
     FORMAT,
     NAMES,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem, refuse
+from meshwright.base.files import write_whole
 from meshwright.layout.batch import derive_batch
 from meshwright.layout.check import check, check_optimizer
 from meshwright.layout.check_offload import precision_built
@@ -372,16 +373,10 @@ def write_json(path: str | Path, value: Any) -> None:
         MeshwrightError: E813 when the folder cannot be written.
     """
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, allow_nan=True)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        write_whole(target, json.dumps(value, indent=1, allow_nan=True))
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise MeshwrightError(
             problem("E813", where=str(target), found=f"{type(error).__name__}: {error}"), ExitCode.ENVIRONMENT
         ) from error

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final, cast
 
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
+from meshwright.base.files import write_whole
 from meshwright.base.records import Prediction
 from meshwright.layout.batch import Batch, check_actions, check_batch
 from meshwright.layout.layout import Layout
@@ -133,23 +133,10 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """
     target = Path(path)
     try:
-        _write_whole(target, canonical_json(plan))
+        write_whole(target, canonical_json(plan))
     except OSError as error:
         found = error.strerror or str(error)
         raise MeshwrightError(problem("E867", where=str(path), found=found), ExitCode.ENVIRONMENT) from error
-
-
-def _write_whole(target: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

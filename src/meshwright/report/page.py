@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +16,7 @@ from markupsafe import Markup
 
 from meshwright import __version__
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
+from meshwright.base.files import write_whole
 from meshwright.report.blocks import Block, Note, Ranks, Section
 from meshwright.report.derived import MAX_EXPLAINED, derive_plan, machine, rank_texts
 from meshwright.report.facts import (
@@ -59,15 +58,11 @@ def write_report(target: str, out: str | None) -> Path:
 
 
 def _write(path: Path, page: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder")
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, page)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise MeshwrightError(
             problem("E853", where=str(path), found=str(error)), ExitCode.ENVIRONMENT
         ) from error

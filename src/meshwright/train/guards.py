@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.base.axes import WORLD
 from meshwright.base.errors import Problem, problem
+from meshwright.base.files import write_whole
 from meshwright.checkpoint.pieces import Pieces, first_row
 from meshwright.checkpoint.state import Place
 from meshwright.parallel.apply import ParallelModel
@@ -281,8 +281,7 @@ class Heartbeat:
         self._next = now + self._every_s
         try:
             self._file.parent.mkdir(exist_ok=True)
-            temporary = self._file.with_suffix(".tmp")
-            temporary.write_text(json.dumps({"step": step, "action": action, "time": time.time()}))
-            os.replace(temporary, self._file)
+            beat = {"step": step, "action": action, "time": time.time()}
+            write_whole(self._file, json.dumps(beat), synced=False)
         except OSError:
             self._every_s = 0.0

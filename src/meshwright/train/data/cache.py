@@ -7,11 +7,11 @@ import hashlib
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from meshwright.base import files
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.base.units import MIB, format_seconds
 
@@ -22,7 +22,6 @@ WHOLE_HASH_BYTES = 256 * MIB
 """Files up to this size are fingerprinted by content, larger ones by size, time and both ends."""
 
 _STALE_SECONDS = 24 * 3600.0
-_TEMPORARY = ".tmp-"
 
 
 class Progress:
@@ -80,17 +79,9 @@ def fingerprint(named: Sequence[tuple[str, Path]], show: Show | None = None) -> 
     return total.hexdigest()
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _sweep(parent: Path) -> None:
     """Remove what interrupted writers left a day ago or earlier."""
-    for left in parent.glob(f"{_TEMPORARY}*"):
+    for left in parent.glob(f"{files.TEMPORARY}*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _STALE_SECONDS:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -106,24 +97,11 @@ def whole_folder(target: Path) -> Iterator[Path]:
     Raises:
         MeshwrightError: E615 when the file system refuses.
     """
-    temporary = target.parent / f"{_TEMPORARY}{os.getpid()}-{uuid.uuid4().hex[:12]}"
     try:
-        try:
-            temporary.mkdir(parents=True)
-            _sweep(target.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target.parent)
+        with files.whole_folder(target, first_wins=True) as temporary:
             yield temporary
-            for path in sorted(temporary.rglob("*")):
-                if path.is_file():
-                    _flush(path)
-            _flush(temporary)
-            try:
-                temporary.rename(target)
-            except OSError:
-                if not target.is_dir():  # not the other process's equal folder
-                    raise
-            _flush(target.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise _refused(target, error) from error
 
@@ -134,7 +112,7 @@ def discard_folder(target: Path) -> None:
     Raises:
         MeshwrightError: E615 when the file system refuses.
     """
-    aside = target.parent / f"{_TEMPORARY}{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    aside = files.aside(target)
     try:
         with contextlib.suppress(FileNotFoundError):
             target.rename(aside)
@@ -149,18 +127,9 @@ def write_whole(target: Path, content: bytes) -> None:
     Raises:
         MeshwrightError: E615 when the file system refuses.
     """
-    temporary = target.parent / f"{_TEMPORARY}{os.getpid()}-{uuid.uuid4().hex[:12]}"
     try:
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(target)
-            _flush(target.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        files.write_whole(target, content)
     except OSError as error:
         raise _refused(target, error) from error
 
