@@ -67,6 +67,17 @@ class ZeroCheckpoint:
             at += end - first
         return out.reshape(part.shape)
 
+    def tensors_at(self, file: Path, first: int, end: int) -> list[str]:
+        """Return the tensors of which bytes ``first`` to ``end`` of ``file`` hold an element."""
+        return [
+            name
+            for name, part in self.parts.items()
+            if any(
+                t.file == file and t.at + a * t.dtype.itemsize < end and first < t.at + b * t.dtype.itemsize
+                for t, a, b in part.pieces
+            )
+        ]
+
 
 def is_deepspeed(path: Path) -> bool:
     """Return whether ``path`` is such a folder, or one with ``latest`` that names one."""

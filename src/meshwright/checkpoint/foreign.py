@@ -38,6 +38,8 @@ class Foreign:
         step: the global step, where the files say it.
         world_size: ranks that wrote it, where the files say it.
         read: returns one tensor in its stored dtype on the CPU; holds it and at most one stored piece.
+        archives: where archives of torch.save lie, which have checksums of their own: (file, offset, bytes).
+        tensors_at: returns the tensors that have an element in these bytes of a file: (file, first, end).
     """
 
     kind: str
@@ -49,6 +51,8 @@ class Foreign:
     step: int | None
     world_size: int | None
     read: Callable[[str], Tensor]
+    archives: tuple[tuple[Path, int, int], ...] = ()
+    tensors_at: Callable[[Path, int, int], list[str]] = lambda file, first, end: []
 
 
 def is_foreign(path: Path) -> bool:
@@ -88,6 +92,8 @@ def open_foreign(path: Path) -> Foreign:
             step=zero.step,
             world_size=zero.world_size,
             read=zero.read,
+            archives=tuple((f, 0, f.stat().st_size) for f in zero.files),
+            tensors_at=zero.tensors_at,
         )
     index = read_index(path, only_tensors=False)
     stored = stored_tensors(index)
@@ -106,6 +112,14 @@ def open_foreign(path: Path) -> Foreign:
         step=None,
         world_size=None,
         read=lambda key: read_tensor(path, index, key),
+        archives=tuple(
+            (path / p.relative_path, p.offset, p.length) for p in (index.storage_data or {}).values()
+        ),
+        tensors_at=lambda file, first, end: [
+            where.fqn
+            for where, p in (index.storage_data or {}).items()
+            if p.relative_path == file.name and p.offset < end and first < p.offset + p.length
+        ],
     )
 
 
@@ -190,13 +204,8 @@ def common_prefix(needed: list[str], stored: Mapping[str, object]) -> str:
     return max(sorted(found, key=len), key=lambda p: sum(p + name in stored for name in needed))
 
 
-def inspect_foreign(path: Path) -> dict[str, Any]:
-    """Return what the checkpoint holds, as ``checkpoint inspect`` shows it; reads no tensor.
-
-    Raises:
-        MeshwrightError: as ``open_foreign``.
-    """
-    foreign = open_foreign(path)
+def inspect_foreign(foreign: Foreign) -> dict[str, Any]:
+    """Return what the checkpoint holds, as ``checkpoint inspect`` shows it; reads no tensor."""
     sizes = [(math.prod(shape), dtype) for shape, dtype in foreign.entries.values()]
     return {
         "path": str(foreign.folder),

@@ -122,6 +122,17 @@ def meta_model(config: Mapping[str, Any]) -> nn.Module:
         )
 
 
+def expected_tensors(config: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], str]:
+    """Return name and shape of every tensor that transformers writes of a model, and the prefix of its base model.
+
+    Tied tensors are named once; none has memory. Raises whatever transformers raises for a config that it does not know.
+    """
+    skeleton = meta_model(config)
+    names = [name for name, _ in skeleton.named_parameters()]
+    rows = _coming(names, skeleton, torch.float32)
+    return {row.name: row.shape for row in rows}, f"{getattr(skeleton, 'base_model_prefix', '')}."
+
+
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the parameters, not the buffers (rotary frequencies stay in float32, as transformers keeps them)."""
     for parameter in model.parameters():

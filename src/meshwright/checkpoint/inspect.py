@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.base.units import format_bytes
-from meshwright.checkpoint.foreign import inspect_foreign, is_anothers
+from meshwright.checkpoint.foreign import Foreign, inspect_foreign, is_anothers, open_foreign
+from meshwright.checkpoint.hf_files import is_hf_folder, open_hf_folder
 from meshwright.checkpoint.load import latest_checkpoint
 from meshwright.checkpoint.manifest import MANIFEST, find_damage, manifest_or_reason, read_manifest
+from meshwright.checkpoint.verify_foreign import verify_foreign
 
 
 def find_checkpoint(target: Path) -> Path:
@@ -34,16 +36,24 @@ def find_checkpoint(target: Path) -> Path:
     raise MeshwrightError(problem("E701", where=str(target), found=found))
 
 
+def _opener(path: Path) -> Callable[[Path], Foreign] | None:
+    """Return what reads another program's checkpoint in ``path``, or None where there is none."""
+    if is_anothers(path):
+        return open_foreign
+    return open_hf_folder if is_hf_folder(path) and not (path / MANIFEST).is_file() else None
+
+
 def inspect_command(dir: str) -> dict[str, Any]:
     """Return what the checkpoint at ``dir`` (or the newest of a run folder) holds, from its manifest.
 
-    A checkpoint of torch (FSDP) or DeepSpeed is told from its index; no tensor is read.
+    A checkpoint of torch (FSDP) or DeepSpeed, or a Hugging Face folder, is told from its index; no tensor is read.
 
     Raises:
         MeshwrightError: E701, E702, E718; of another program's checkpoint E580-E585, E710.
     """
-    if is_anothers(Path(dir)):
-        return inspect_foreign(Path(dir))
+    opened = _opener(Path(dir))
+    if opened is not None:
+        return inspect_foreign(opened(Path(dir)))
     path = find_checkpoint(Path(dir))
     manifest = read_manifest(path)
     tensors: list[Mapping[str, Any]] = manifest["tensors"]
@@ -86,15 +96,15 @@ def inspect_command(dir: str) -> dict[str, Any]:
 def verify_command(dir: str) -> dict[str, Any]:
     """Return whether every byte of the checkpoint is still the one written, and what is damaged by file and tensor.
 
-    A checkpoint that is incomplete is not ok either; a folder without any is refused.
+    A checkpoint that is incomplete is not ok either; a folder without any is refused. What can be said of another
+    program's checkpoint is in ``verify_foreign``.
 
     Raises:
-        MeshwrightError: E701, E718.
+        MeshwrightError: E701, E718; of another program's checkpoint E581, E583, E710.
     """
-    if is_anothers(Path(dir)):
-        found = "a checkpoint of another program has no checksums to compare with"
-        do = "meshwright checkpoint inspect looks whether all files are there and add up"
-        raise MeshwrightError(problem("E701", where=dir, found=found, do=do))
+    opened = _opener(Path(dir))
+    if opened is not None:
+        return verify_foreign(Path(dir), opened)
     path = find_checkpoint(Path(dir))
     if not path.is_dir():
         raise MeshwrightError(problem("E701", where=str(path), found="there is no such folder"))

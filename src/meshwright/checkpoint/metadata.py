@@ -250,7 +250,7 @@ def _read_piece(
         with (folder / place.relative_path).open("rb") as stream:
             piece = torch.empty(chunk.sizes, dtype=entry.properties.dtype)
             if not read_rows(stream.fileno(), place.offset, tuple(chunk.sizes), piece.dtype, 0, piece):
-                held: Any = io.BufferedReader(_Range(stream, place.offset, place.length))
+                held: Any = io.BufferedReader(FilePart(stream, place.offset, place.length))
                 piece = torch.load(held, map_location="cpu", weights_only=True)
         if piece.shape != chunk.sizes or piece.dtype != entry.properties.dtype:
             raise ValueError(
@@ -268,26 +268,31 @@ def _read_piece(
     return piece
 
 
-class _Range(io.RawIOBase):
+class FilePart(io.RawIOBase):
     """``length`` bytes of an open file from ``offset``, read as a file of its own; nothing is held."""
 
     def __init__(self, stream: IO[bytes], offset: int, length: int) -> None:
         self._stream, self._offset, self._length, self._at = stream, offset, length, 0
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Go to a place in the part; return it."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         return self._at
 
     def tell(self) -> int:
+        """Return the place in the part."""
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
+        """Fill ``buffer`` as far as the part goes; return how many bytes there were."""
         self._stream.seek(self._offset + self._at)
         view = memoryview(buffer)[: max(0, self._length - self._at)]
         count = self._stream.readinto(view)  # pyright: ignore[reportAttributeAccessIssue]

@@ -247,12 +247,10 @@ def read_torch_file(path: Path) -> Any:
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as raw:
             members = {i.filename.partition("/")[2]: i for i in archive.infolist()}
-            if (
-                "byteorder" in members
-                and archive.read(members["byteorder"]).strip() != sys.byteorder.encode()
-            ):
+            order = members.get("byteorder")
+            if order is not None and _content(archive, raw, order).strip() != sys.byteorder.encode():
                 raise ValueError("it was written on a machine of another byte order")
-            content = archive.read(members["data.pkl"])
+            content = _content(archive, raw, members["data.pkl"])
 
             def storage(pid: Any) -> _Storage:
                 kind, dtype, key, _, numel = pid
@@ -264,7 +262,7 @@ def read_torch_file(path: Path) -> Any:
                     raise ValueError(
                         f"storage {key} should have {length} bytes, the archive has {info.file_size}"
                     )
-                return _Storage(_begin(raw, info), length, dtype)
+                return _Storage(member_begin(raw, info), length, dtype)
 
             return _Unpickler(io.BytesIO(content), path, storage).load()
     except NotData as error:
@@ -274,7 +272,15 @@ def read_torch_file(path: Path) -> Any:
         raise MeshwrightError(problem("E582", where=str(path), found=found), ExitCode.ENVIRONMENT) from error
 
 
-def _begin(raw: IO[bytes], info: zipfile.ZipInfo) -> int:
+def _content(archive: zipfile.ZipFile, raw: IO[bytes], info: zipfile.ZipInfo) -> bytes:
+    """Return a member's bytes; where torch was told to write no checksums (it writes 0), none is compared."""
+    if info.CRC or info.compress_type != zipfile.ZIP_STORED:
+        return archive.read(info)
+    raw.seek(member_begin(raw, info))
+    return raw.read(info.file_size)
+
+
+def member_begin(raw: IO[bytes], info: zipfile.ZipInfo) -> int:
     """Return at which byte of the file a member's content begins (behind its own header, which has its own length)."""
     raw.seek(info.header_offset)
     head = raw.read(_LOCAL_HEADER)

@@ -55,15 +55,31 @@ def verify(folder: Folder, as_json: Json = False) -> None:
     result = verify_command(folder)
     if as_json:
         show_json(result)
-    elif result["ok"]:
-        print(f"{result['path']}: intact, {result['files']} files")
     else:
-        if result["incomplete"]:
-            print(f"{result['path']}: incomplete: {result['incomplete']}")
-        for item in result["damaged"]:
-            print(f"damaged: {item['file']}: {item['why']}; tensors {', '.join(item['tensors']) or 'none'}")
+        print("\n".join(_verdict(result)))
     if not result["ok"]:
         raise typer.Exit(int(ExitCode.NO))
+
+
+def _verdict(result: dict[str, Any]) -> list[str]:
+    """Return the lines of a verification: intact or what is not, and what another program's files let us compare."""
+    lines: list[str] = []
+    if result["ok"]:
+        lines.append(f"{result['path']}: intact, {result['files']} files")
+    if result["incomplete"]:
+        lines.append(f"{result['path']}: incomplete: {result['incomplete']}")
+    for item in result["damaged"]:
+        where = f"{item['file']}: " if item["file"] else ""
+        lines.append(f"damaged: {where}{item['why']}; tensors {', '.join(item['tensors']) or 'none'}")
+    if result.get("kind"):
+        told = result["compared_with"]
+        config = f"names and shapes compared with {told}" if told else "no model to compare with"
+        lines.append(
+            f"{result['kind']}: {result['tensors']} tensors; checksums: {result['checksums']}; {config}"
+        )
+    for name, count in result.get("not_finite", {}).items():
+        lines.append(f"not finite: {name}: {count} elements")
+    return lines
 
 
 @app.command()

@@ -286,8 +286,8 @@ The message says which of the two did not come to the point where they can be co
         needs="the files of all ranks of one save",
         do="copy the missing files from where the checkpoint was written, or use another checkpoint",
         page="""DeepSpeed writes one optimizer file per rank (with ZeRO 3 a model file per rank too), torch's distributed
-checkpoint the files that its index names. How many ranks there were is said in the files. The message names what is
-missing.""",
+checkpoint the files that its index names, Hugging Face's folders those of model.safetensors.index.json. How many ranks
+there were is said in the files. The message names what is missing.""",
     ),
     CodeInfo(
         code="E581",
@@ -307,9 +307,10 @@ other name ends the reading. The message names it; nothing of it was run.""",
         why="its bytes are not those that were written, or not all of them are there",
         needs="the file as it was written: a zip archive of torch.save, or shards as long as the index says",
         do="copy it again from where it was written, or use another checkpoint",
-        page="""Such checkpoints have no checksums, so only what breaks their structure is found: a file that is too
-short, a directory that is damaged, a storage that is smaller than the tensors in it. Files of torch before 1.6 (no zip
-archive) are not read either: load and save them once with a newer torch.""",
+        page="""When such a checkpoint is opened, what breaks its structure is found: a file that is too short, a
+directory that is damaged, a storage that is smaller than the tensors in it. A changed byte within a tensor is found by
+meshwright checkpoint verify, from the CRC-32 that torch.save keeps of every part of its archives (safetensors keeps
+none). Files of torch before 1.6 (no zip archive) are not read: load and save them once with a newer torch.""",
     ),
     CodeInfo(
         code="E583",
