@@ -316,11 +316,17 @@ none). Files of torch before 1.6 (no zip archive) are not read: load and save th
         code="E583",
         title="A DeepSpeed checkpoint with a cut that is not read",
         kind="code",
-        why="the files do not say how tensor parallel ranks, pipeline stages or experts cut the tensors",
+        why="which part of which tensor a file holds is not said in it, or is said in a way that is not read yet",
         needs="a checkpoint of data parallel ranks (plain, ZeRO 1, 2 or 3)",
         do="convert it to Hugging Face files with the program that wrote it",
-        page="""mp_rank above 0, files per layer (layer_NN...) and files per expert hold parts whose cut depends on the
-model's code. ZeRO's own cut is read.""",
+        page="""ZeRO's own cut is read. Refused are mp_rank above 0, files per layer (layer_NN...) and files per expert.
+Megatron-DeepSpeed's files and those of pipelines and experts hold parts under the names of the model's code, and do not
+say along which dim they were cut, nor in which order fused parts (q, k, v; gate and up) lie: two orders give tensors of
+the same shape, and only one is the model. DeepSpeed's own tensor parallel training (tensor_parallel.autotp_size)
+writes the cut since its universal checkpoints know it: the pieces of every tensor are in universal_checkpoint_info of
+mp_rank_XX_model_states.pt. That is not read yet: save_16bit_model of the run that wrote it, or ds_to_universal.py,
+makes whole tensors of it. Without that entry a row of the model's own table of cuts would be a guess: DeepSpeed cuts by
+the user's partition_config first, by the model's tp_plan next, and by names of modules last.""",
     ),
     CodeInfo(
         code="E584",
