@@ -237,7 +237,11 @@ def built_table() -> list[str]:
         refused = [c for c in CHOICES[key] if c not in runs]
         also = ", `@FILE`" if key == "schedule" else ""
         rows.append(f"| `{key}` | {', '.join(runs)}{also} | {', '.join(refused)} |".replace("|  |", "| |"))
-    rows.append(f"| model families for `pp` above 1 | {', '.join(built.PIPELINE_FAMILIES)} | others |")
+    rows.append(f"| model families for `pp` above 1 | {', '.join(built.PIPELINE_FAMILIES)} | |")
+    for axis, families in (("tp", built.TENSOR_FAMILIES), ("cp", built.CONTEXT_FAMILIES)):
+        others = ", ".join(f for f in built.PIPELINE_FAMILIES if f not in families)
+        if others:
+            rows.append(f"| model families for `{axis}` above 1 | others | {others} |")
     return rows
 
 

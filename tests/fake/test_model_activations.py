@@ -52,6 +52,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi3": dict(_COMMON),
     "gemma2": _COMMON | {"head_dim": 16},
     "gemma3_text": _COMMON | {"head_dim": 16},
+    "gemma": _COMMON | {"head_dim": 16},
+    "granite": _COMMON | {"residual_multiplier": 0.2, "attention_multiplier": 0.1},
+    "smollm3": _COMMON | {"no_rope_layer_interval": 3},
+    "olmo2": dict(_COMMON),
+    "starcoder2": dict(_COMMON),
+    "gpt_neox": {k: v for k, v in _COMMON.items() if k != "num_key_value_heads"},
     "mixtral": _COMMON | {"head_dim": 16, "num_local_experts": 4},
     "qwen3_moe": _COMMON
     | {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2},
@@ -160,7 +166,8 @@ def test_windows_dropout_and_activations(kind: str, extra: dict[str, Any]) -> No
     assert predicted == pytest.approx(measured_bytes(kind, "fp32", config), rel=0.002)
 
 
-PARTS = [(kind, {}, precision) for kind in CONTEXT_FAMILIES for precision in ("fp32", "bf16")]
+KINDS = {"gemma3": "gemma3_text"}
+PARTS = [(KINDS.get(f, f), {}, precision) for f in CONTEXT_FAMILIES for precision in ("fp32", "bf16")]
 PARTS += [("llama", {}, "autocast"), ("gpt2", {}, "autocast")]
 PARTS += [
     (kind, extra, "fp32")

@@ -37,6 +37,7 @@ _LATENT = _COMMON | {
 }
 _MOE = _COMMON | {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
 _GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+_NEOX = {k: v for k, v in _COMMON.items() if k != "num_key_value_heads"}
 _OPT = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -56,10 +57,22 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", _COMMON | {"tie_word_embeddings": True}),
     ("qwen3", _COMMON),
     ("qwen3", _COMMON | {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    ("gemma", _COMMON | {"head_dim": 16}),
+    ("gemma", _COMMON | {"num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": False}),
     ("gemma2", _COMMON | {"head_dim": 16}),
     ("gemma2", _COMMON | {"attention_bias": True}),
     ("gemma3_text", _COMMON | {"head_dim": 16}),
     ("phi3", _COMMON),
+    ("granite", _COMMON),
+    ("granite", _COMMON | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("smollm3", _COMMON),
+    ("smollm3", _COMMON | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    ("olmo2", _COMMON),
+    ("olmo2", _COMMON | {"attention_bias": True, "tie_word_embeddings": True}),
+    ("starcoder2", _COMMON),
+    ("starcoder2", _COMMON | {"use_bias": False, "tie_word_embeddings": False}),
+    ("gpt_neox", _NEOX),
+    ("gpt_neox", _NEOX | {"attention_bias": False, "tie_word_embeddings": True}),
     ("mixtral", _COMMON | {"num_local_experts": 4}),
     ("mixtral", _COMMON | {"num_local_experts": 4, "head_dim": 16, "tie_word_embeddings": True}),
     ("qwen3_moe", _MOE),

@@ -52,7 +52,8 @@ def stages(config, cut, attention="sdpa"):
     found = []
     for stage in range(len(cut)):
         model = build_model(config, seed=3, dtype=torch.float64)
-        model.set_attn_implementation(attention)
+        if attention == "eager":
+            model.set_attn_implementation(attention)
         part = cut_stage(model, spec, cut, stage, torch.float64).eval()  # no dropout
         part.forward_context = Wide
         found.append(part)

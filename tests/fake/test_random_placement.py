@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from family_configs import NEWER, PHI3
 from meshwright.base.errors import MeshwrightError
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import complete
@@ -73,11 +74,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attn_pdrop": 0.0,
     },
 }
+CONFIGS |= {
+    name: config | {"vocab_size": 37, "n_layer" if "n_layer" in config else "num_hidden_layers": 4}
+    for name, config in {"phi3": PHI3, **NEWER}.items()
+}
 SPECS = {name: spec_from_config(config, name) for name, config in CONFIGS.items()}
 SPECS["gpt2 with dropout"] = spec_from_config(
     CONFIGS["gpt2 tied"] | {"resid_pdrop": 0.1, "attn_pdrop": 0.2}, "gpt2 with dropout"
 )
-for name in ("llama", "mixtral"):
+for name in ("llama", "mixtral", "phi3"):
     SPECS[f"{name} with LoRA"] = adapted(SPECS[name], parse_adapter("lora:3"))
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev")
 

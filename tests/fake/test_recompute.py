@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from hazard_runs import MINI, Rig, tokens
+from meshwright.model.logits import AfterHead
 from meshwright.parallel.loss import chunked_loss_sum
 from meshwright.parallel.recompute import ATTENTION_OPS
-from meshwright.parallel.stage import token_loss_sum
+from meshwright.parallel.stage import changed_logits, token_loss_sum
 from meshwright.train.memory import LiveBytes, watch_step
 
 GPT2 = {
@@ -118,7 +119,29 @@ def test_chunked_loss_equals_eager(bias, dtype, valid):
         assert (one - two).abs().max() <= bound * max(1.0, float(one.abs().max()))
 
 
-def test_no_logits_larger_than_a_chunk():
+@pytest.mark.parametrize(
+    "after", [AfterHead(cap=0.7), AfterHead(divisor=3.0), AfterHead(divisor=0.5, cap=2.0)], ids=str
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_chunked_loss_of_changed_logits_equals_eager(after, bias):
+    """A cap near the logits: its slope is felt by every gradient."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, 37, bias=bias).to(torch.float64)
+    hidden = torch.randn(1, 29, 16, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 37, (1, 29))
+    labels[:, 25:] = -100
+    given = [hidden, *head.parameters()]
+    want = token_loss_sum(changed_logits(head(hidden), after), labels)
+    got = chunked_loss_sum(head, hidden, labels, after=after)
+    torch.testing.assert_close(got, want, rtol=1e-13, atol=0)
+    for one, two in zip(torch.autograd.grad(got, given), torch.autograd.grad(want, given), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-13)
+    with torch.no_grad():
+        assert abs(float(chunked_loss_sum(head, hidden, labels) - want)) > 1e-2
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_no_logits_larger_than_a_chunk(cap):
     """640 tokens, 8 chunks of 80: at most two float32 tensors of a chunk's logits live beside the two gradients."""
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 500, bias=False)
@@ -130,7 +153,7 @@ def test_no_logits_larger_than_a_chunk():
     counter.add([head.weight, hidden, labels], "batch")
     rest = sum(counter.current.values())
     with counter.watch():
-        chunked_loss_sum(head, hidden, labels).backward()
+        chunked_loss_sum(head, hidden, labels, after=AfterHead(cap=cap)).backward()
     assert 2 * chunk < counter.peak_total - rest < 2 * chunk + kept + 8 * 1024
     assert counter.peak_total - rest < 640 * 500 * 4  # less than the logits alone
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from family_configs import NEWER
 from meshwright.layout.built import PIPELINE_FAMILIES
 from meshwright.model.read_hf import spec_from_config
 from meshwright.parallel.build import build_model
@@ -52,7 +53,7 @@ CONFIGS = {
         "mlp_only_layers": [1],
         "norm_topk_prob": True,
     },
-}
+} | NEWER
 
 
 def _whole(config):

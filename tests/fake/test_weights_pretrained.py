@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from family_configs import NEWER
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem
 from meshwright.model.read_hf import spec_from_config
 from meshwright.model.spec import ModelSpec
@@ -65,7 +66,9 @@ def refused(path: Path | str, spec: ModelSpec, cache: Path) -> tuple[Problem, ..
     return caught.value.problems
 
 
-@pytest.mark.parametrize("config", [LLAMA, TIED, GPT2], ids=["llama", "tied llama", "gpt2"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, TIED, GPT2, NEWER["gpt_neox"]], ids=["llama", "tied llama", "gpt2", "gpt_neox"]
+)
 @pytest.mark.parametrize("shard", ["1GB", "20KB"])
 def test_saved_models_come_back_tensor_by_tensor(tmp_path: Path, config: dict[str, Any], shard: str) -> None:
     model = model_of(config)

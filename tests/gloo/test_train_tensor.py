@@ -7,6 +7,8 @@ import json
 import pytest
 from test_train_runs import CONFIG, Job
 
+from family_configs import PHI3
+
 pytestmark = pytest.mark.gloo
 
 GPT2 = {
@@ -27,11 +29,15 @@ GPT2 = {
 
 @pytest.mark.parametrize(
     "config",
-    [CONFIG | {"vocab_size": 301}, pytest.param(GPT2, marks=pytest.mark.slow)],
+    [
+        CONFIG | {"vocab_size": 301},
+        pytest.param(GPT2, marks=pytest.mark.slow),
+        pytest.param(PHI3 | {"vocab_size": 301}, marks=pytest.mark.slow),
+    ],
     ids=lambda c: c["model_type"],
 )
 def test_resume_over_tensor_layouts_goes_on_as_if_unbroken(tmp_path, monkeypatch, config):
-    """H41, H43, H135: one device -> ZeRO-3 x tp -> tp -> one device, odd vocabulary, fused q|k|v, tied head."""
+    """H41, H43, H135: one device -> ZeRO-3 x tp -> tp -> one device, odd vocabulary, fused q|k|v and gate|up, tied."""
     job = Job(tmp_path, monkeypatch)
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     job.run("dp=1,precision=fp64", "whole")

@@ -91,7 +91,7 @@ def test_every_command_speaks_json() -> None:
         (["prove", "x.yaml", "--model", LLAMA, "--layout", "dp=2"], "E864", ""),
         (["prove", "--model", LLAMA, "--layout", "dp=2", "--set", "run.seed=1"], "E864", ""),
         (["prove", "--model", LLAMA, "--layout", "dp=2", "--packed", "--resume"], "E864", "one after"),
-        (["prove", "--model", "gemma-2-9b", "--layout", "dp=2", "--packed"], "E654", "qwen3_moe"),
+        (["prove", "--model", "opt-6.7b", "--layout", "dp=2", "--packed"], "E654", "qwen3_moe"),
         (["prove", "--layout", "dp=2"], "E862", ""),
         (["prove", "--model", LLAMA], "E862", ""),
         (["prove", str(ROOT / "recipes" / "demo.yaml")], "E862", "--layout"),

@@ -168,6 +168,7 @@ class Seen:
 
     mask: torch.Tensor
     draws: bool = False
+    cap: float | None = None
 
     def seen(self, start: int, stop: int) -> torch.Tensor:
         return self.mask[:, :, start:stop]
@@ -315,3 +316,26 @@ def test_a_long_sequence_has_few_pieces() -> None:
     assert len(geometry.pieces(((0, 2**20),), 2**20)) == geometry.MOST_PIECES
     assert geometry.pieces(((5, 7), (40, 3)), 64) == ((5, 7), (40, 3))
     assert geometry.pieces(((0, 300),), 300) == ((0, 128), (128, 128), (256, 44))
+
+
+@pytest.mark.parametrize("rule", [Rule(cap=0.6), Rule(window=3, cap=0.6)], ids=str)
+@pytest.mark.parametrize("docs", [False, True])
+def test_soft_capped_scores_equal_plain_softmax(rule: Rule, docs: bool) -> None:
+    """The cap is near the scores; hidden pairs stay hidden, and have no slope that is not a number."""
+    generator = torch.Generator().manual_seed(2)
+
+    def draw(heads: int) -> torch.Tensor:
+        return torch.randn(2, heads, 8, 4, dtype=torch.float64, generator=generator).requires_grad_()
+
+    q, k, v, g = draw(4), draw(2), draw(2), draw(4)
+    at = torch.arange(8)
+    documents = torch.stack([at // 3, (at > 4).long()]) if docs else None
+    scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.5
+    capped = torch.tanh(scores / 0.6) * 0.6
+    seen = visible(at, at, rule, documents, documents)
+    want = capped.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+    got = ring_attention(q, k, v, ring_of(None, [((0, 8),)], rule, 0.5, documents))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    mine = torch.autograd.grad(got, (q, k, v), g.detach())
+    for one, two in zip(mine, torch.autograd.grad(want, (q, k, v), g.detach()), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-13)

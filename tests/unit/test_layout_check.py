@@ -88,9 +88,9 @@ CASES = [
     ),
     (
         "cp=2",
-        {"spec": replace(llama(), family="gemma2"), "for_run": True},
+        {"spec": replace(llama(), family="bloom"), "for_run": True},
         "E260",
-        ("gemma2", "one of llama"),
+        ("bloom", "one of llama"),
     ),
     ("cp=8,cp_style=ulysses", {}, "E207", ("12 query heads", "cp = 6 | 4 | 12")),
     ("dp=4,ep=3", {"spec": mixtral()}, "E208", ("4 * 1 = 4", "ep = 2 | 4")),
@@ -181,7 +181,7 @@ def test_h175_what_is_not_built_is_refused_and_named() -> None:
     layout = parse_layout(
         "tp=2,cp=2,ep=2,dp=2,pp=2,schedule=zbv,recompute=full,offload=parameters,loss=parallel,compile=blocks"
     )
-    problems = check_built(layout, llama(model_type="gemma2", architectures=["Gemma2ForCausalLM"]))
+    problems = check_built(layout, replace(llama(), family="another"))
     assert {p.kind for p in problems} == {Kind.CODE}
     assert sorted(p.where for p in problems) == sorted(
         f"layout.{k}"
@@ -209,13 +209,16 @@ def test_experts_run_on_every_zero_stage_and_schedule() -> None:
     assert found("dp=2,precision=fp64", mixtral(intermediate_size=252)) == []
 
 
-def test_a_chunked_loss_is_refused_where_logits_are_capped() -> None:
-    gemma = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
-    layout = parse_layout("dp=2,loss=chunked")
-    (capped,) = check_built(layout, llama(**gemma))
-    assert (capped.code, capped.kind) == ("E254", Kind.CODE)
-    assert check_built(layout, llama(**gemma, final_logit_softcapping=None)) == []
-    assert check_built(layout, llama()) == []
+def test_key_value_heads_that_are_fused_with_queries_stay_whole() -> None:
+    phi = llama(model_type="phi3", architectures=["Phi3ForCausalLM"])
+    heads, kv = phi.num_heads, phi.num_kv_heads
+    assert kv < heads
+    assert check_built(parse_layout(f"tp={kv}"), phi) == []
+    (split,) = check_built(parse_layout(f"tp={heads},kv_heads=replicate"), phi)
+    assert (split.code, split.kind) == ("E253", Kind.CODE)
+    assert f"{kv} key/value heads" in split.found
+    assert f"tp = {kv}" in split.do
+    assert check_built(parse_layout(f"tp={heads},kv_heads=replicate"), llama()) == []
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zbv", "dualpipev", "interleaved"])
@@ -271,7 +274,6 @@ def test_every_layout_code_is_triggered_somewhere() -> None:
         "E251",
         "E252",
         "E253",
-        "E254",
         "E255",
         "E262",
         "W206",

@@ -21,7 +21,7 @@ OPTIONS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 """Values that run, by key of the layout text; a schedule file (``@FILE``) runs too."""
 
-PIPELINE_FAMILIES: Final = (
+_GROUPED: Final = (
     "llama",
     "mistral",
     "qwen2",
@@ -30,26 +30,30 @@ PIPELINE_FAMILIES: Final = (
     "mixtral",
     "qwen3_moe",
     "phi3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "smollm3",
+    "starcoder2",
+    "gpt_neox",
+    "olmo2",
 )
+"""Families whose attention comes from transformers' registry, with positions given and heads that can be cut."""
+
+_LATENT: Final = ("deepseek_v2", "deepseek_v3")
+
+PIPELINE_FAMILIES: Final = (*_GROUPED, "opt", "bloom", *_LATENT)
 """Model families that can be cut in stages."""
 
 EXPERT_FAMILIES: Final = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 """Model families whose experts can be spread over ranks."""
 
-TENSOR_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
+TENSOR_FAMILIES: Final = (*_GROUPED, "opt", "bloom", *_LATENT)
 """Model families that the tensor axis can cut."""
 
-CONTEXT_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "phi3")
+CONTEXT_FAMILIES: Final = (*_GROUPED, "opt", *_LATENT)
 """Model families whose attention the context axis can take over."""
 
-PACKING_FAMILIES: Final = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gpt2",
-    "mixtral",
-    "qwen3_moe",
-    "phi3",
-)
+PACKING_FAMILIES: Final = (*_GROUPED, *_LATENT)
 """Model families of which it is tested that documents packed in one row do not see each other."""

@@ -20,6 +20,7 @@ from meshwright.layout.layout import Layout
 from meshwright.layout.precision import FP8, precision_table
 from meshwright.layout.ranks import group, nodes_of
 from meshwright.model.randomness import layout_dependent
+from meshwright.model.sharding import rule
 from meshwright.model.spec import ModelSpec
 from meshwright.schedule.generate import SPLIT, check_chunks, check_micro_batches
 
@@ -382,12 +383,6 @@ def _nodes(layout: Layout, gpus_per_node: int) -> list[Problem]:
     return []
 
 
-def caps_logits(spec: ModelSpec) -> bool:
-    """Return whether the model changes its logits after the head (Gemma-2 does unless its config says null)."""
-    by_default = 30.0 if spec.family == "gemma2" else None
-    return spec.config.get("final_logit_softcapping", by_default) is not None
-
-
 def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
     """Return what of ``layout`` cannot run so far (kind "code"), each with what runs now; see ``layout.built``."""
     problems: list[Problem] = []
@@ -418,10 +413,6 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
                     do=f"{key}={'1f1b' if key == 'schedule' else works[0]}",
                 )
             )
-    if spec is not None and layout.loss == "chunked" and caps_logits(spec):
-        problems.append(
-            problem("E254", where="layout.loss", found=f'loss=chunked, but "{spec.name}" caps its logits')
-        )
     if layout.loss == "parallel" and layout.tp == 1:
         problems.append(problem("E255", where="layout.loss", found="loss=parallel with tp = 1"))
     if spec is not None and layout.pp > 1 and spec.family not in built.PIPELINE_FAMILIES:
@@ -523,6 +514,14 @@ def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
         )
         legal = [t for t in divisors(spec.num_heads) if (t - 1) * -(-spec.vocab_size // t) < spec.vocab_size]
         reasons.append((what + "leave the last without any", "rows on each rank", f"tp = {legal[-1]}"))
+    fused = any(len(set(rule(t).segments)) > 1 for t in spec.blocks[0].tensors)
+    if fused and spec.num_kv_heads % tp:
+        what = f"{spec.num_kv_heads} key/value heads, fused with the queries, over tp = {tp}"
+        legal = nearest_choices(divisors(spec.num_kv_heads), tp)
+        reasons.append((what, "whole key/value heads on each rank", f"tp = {legal}"))
+    if any(t.role == "shared_out" and t.is_bias for b in spec.blocks for t in b.tensors):
+        what = f'tp = {tp} with "{spec.name}", whose shared experts have biases (mlp_bias)'
+        reasons.append((what, "mlp_bias = false, or tp = 1", dp_instead))
     return [problem("E253", where="layout.tp", found=f, needs=n, do=d) for f, n, d in reasons]
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from meshwright.model.randomness import drops_probabilities, drops_residual
-from meshwright.model.spec import BlockSpec, ModelSpec, MoESpec
+from meshwright.model.spec import NORM_PLACES, BlockSpec, ModelSpec, MoESpec
 
 AttentionKernel: TypeAlias = Literal["flash", "math", "parts", "heads"]
 Along: TypeAlias = Literal["tp", "sequence", "column_input"]
@@ -27,6 +27,10 @@ _INT64: Final = 8
 
 _INSIDE_ACTIVATION: Final = {"gelu_new": 4, "gelu_pytorch_tanh": 1, "gelu": 1, "silu": 1, "relu": 0}
 """Tensors of the feed-forward's width kept inside the activation, its output not counted."""
+
+
+_ONE_PLUS_WEIGHT: Final = ("gemma", "gemma2", "gemma3")
+"""Families whose norms multiply by 1 + weight, in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,16 +116,18 @@ def saved_activations(
     Expert inputs are counted at perfect balance.
     """
     z = _Sizes(micro_batch * seq_len, seq_len, compute_bytes, residual_bytes or compute_bytes)
-    saved = [
-        *_norm(spec, z, "norm before attention", spec.hidden_size, z.r),
-        *_attention(spec, block, z, attention),
-    ]
-    if _sandwich(spec):
-        saved += _norm(spec, z, "norm after attention", spec.hidden_size, z.c)
-    saved += _norm(spec, z, "norm before feed-forward", spec.hidden_size, z.r)
-    saved += _feed_forward(spec, block, z)
-    if _sandwich(spec):
-        saved += _norm(spec, z, "norm after feed-forward", spec.hidden_size, z.c)
+    places = NORM_PLACES[block.norms]
+    saved: list[SavedTensor] = []
+    for name, part in (
+        ("attention", _attention(spec, block, z, attention)),
+        ("feed-forward", _feed_forward(spec, block, z)),
+    ):
+        if "before" in places:
+            shared = block.parallel and name == "feed-forward"  # both norms read the block's input
+            saved += _norm(spec, z, f"norm before {name}", spec.hidden_size, z.r, shared=shared)
+        saved += part
+        if "after" in places:
+            saved += _norm(spec, z, f"norm after {name}", spec.hidden_size, z.c)
     if drops_residual(spec):
         masks = z.keep(2 * spec.hidden_size, mask_bytes)
         saved.append(SavedTensor(op="dropout masks", num_bytes=masks, along="sequence"))
@@ -147,20 +153,26 @@ def saved_final_bytes(
     return kept + z.keep(spec.hidden_size, z.c)
 
 
-def _sandwich(spec: ModelSpec) -> bool:
-    return spec.family in ("gemma2", "gemma3")
-
-
 def _norm(
-    spec: ModelSpec, z: _Sizes, op: str, width: int, out: int, count: int = 1, along: Along = "sequence"
+    spec: ModelSpec,
+    z: _Sizes,
+    op: str,
+    width: int,
+    out: int,
+    count: int = 1,
+    along: Along = "sequence",
+    shared: bool = False,
 ) -> Iterable[SavedTensor]:
-    """Return what ``count`` norms of ``width`` per token keep; ``out`` is the byte size of their input."""
+    """Return what ``count`` norms of ``width`` per token keep; ``out`` is the byte size of their input.
+
+    ``shared``: another layer norm keeps the same input.
+    """
     total = count * width
     if spec.norm == "layernorm":
-        kept = z.keep(total, out) + z.keep(2 * count, out)
+        kept = (0 if shared else z.keep(total, out)) + z.keep(2 * count, out)
     else:
-        gemma = _sandwich(spec)
-        normed = _FP32 if gemma else out
+        gemma = spec.family in _ONE_PLUS_WEIGHT
+        normed = _FP32 if gemma or spec.family == "olmo2" else out
         weight = width * _FP32 if gemma else 0
         kept = z.keep(total, _FP32) + z.keep(count, _FP32) + z.keep(total, normed) + weight
     yield SavedTensor(op=op, num_bytes=kept, along=along)
@@ -175,15 +187,16 @@ def _attention(
     if latent:
         yield from _latent_inputs(spec, z)
     else:
-        fused = spec.family in ("gpt2", "phi3", "bloom")
+        fused = spec.family in ("gpt2", "phi3", "bloom", "gpt_neox")
         yield SavedTensor(
             op="input of q, k, v",
             num_bytes=z.casts(spec.hidden_size, 1 if fused else 3),
             along="column_input",
         )
     if a.qk_norm:
-        yield from _norm(spec, z, "query norm", a.head_dim, z.c, a.num_heads, "tp")
-        yield from _norm(spec, z, "key norm", a.head_dim, z.c, a.num_kv_heads, "tp")
+        for name, heads in (("query norm", a.num_heads), ("key norm", a.num_kv_heads)):
+            count = 1 if spec.family == "olmo2" else heads  # one norm over all heads, or one of each
+            yield from _norm(spec, z, name, heads * a.head_dim // count, z.c, count, "tp")
     if kernel in ("parts", "heads"):
         yield from _fused(spec, block, z, masks=False)
         if kernel == "heads":
@@ -209,8 +222,12 @@ def _dropped(spec: ModelSpec, z: _Sizes) -> Iterable[SavedTensor]:
 
 def always_unfused(spec: ModelSpec) -> bool:
     """Return whether transformers runs the family's attention eagerly: ALiBi, or soft-capped scores."""
-    capped = spec.family == "gemma2" and spec.config.get("attn_logit_softcapping", 50.0) is not None
-    return capped or spec.family == "bloom"
+    return caps_scores(spec) or spec.family == "bloom"
+
+
+def caps_scores(spec: ModelSpec) -> bool:
+    """Return whether the model caps its attention scores, which no fused kernel with a log-sum-exp does."""
+    return spec.family == "gemma2" and spec.config.get("attn_logit_softcapping", 50.0) is not None
 
 
 def _latent_inputs(spec: ModelSpec, z: _Sizes) -> Iterable[SavedTensor]:
@@ -250,6 +267,9 @@ def _fused(spec: ModelSpec, block: BlockSpec, z: _Sizes, masks: bool = True) -> 
     again = 0
     if a.kind == "mla":
         values += a.num_heads * (a.qk_nope_head_dim or 0)  # values are a view of the up projection's output
+    elif spec.family == "gpt_neox":
+        again = out if masks else 0  # as with phi3
+        values += q + keys  # values are a view of the fused output, which is kept whole
     elif spec.family == "phi3":
         again = (
             out if masks else 0

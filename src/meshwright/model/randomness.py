@@ -14,11 +14,13 @@ _RESIDUAL: Final[Mapping[str, tuple[str, float]]] = MappingProxyType(
         "phi3": ("resid_pdrop", 0.0),
         "opt": ("dropout", 0.1),
         "bloom": ("hidden_dropout", 0.0),
+        "gpt_neox": ("hidden_dropout", 0.0),
+        "starcoder2": ("residual_dropout", 0.0),
     }
 )
 """Config key and its default of dropout on what a block adds to the residual stream, by family."""
 
-_BY_FUNCTION: Final = ("opt", "bloom")
+_BY_FUNCTION: Final = ("opt", "bloom", "starcoder2")
 """Families whose dropout is a function call, not a module: torch's own random numbers, rank by rank."""
 
 

@@ -2,7 +2,8 @@
 
 The rule follows from a tensor's role and the names of its dims, so one table serves the runtime, the cost
 model and the documentation. Column-cut matrices keep whole heads (or a slice of the feed-forward) of their
-output; row-cut matrices keep the matching slice of their input and leave a partial sum.
+output; row-cut matrices keep the matching slice of their input and leave a partial sum. A norm over the queries (or keys)
+of all heads together keeps the weights of the rank's heads, and takes its mean square over all ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal, TypeAlias
 
-from meshwright.model.spec import AttentionSpec, ModelSpec, TensorSpec
+from meshwright.model.spec import AttentionSpec, BlockSpec, ModelSpec, TensorSpec
 
 Placement: TypeAlias = Literal["replicate", "shard(sequence)", "partial"]
 KvHeads: TypeAlias = Literal["split", "replicate"]
@@ -30,7 +31,7 @@ _CUT_DIMS: Final = frozenset(
         "vocab",
     }
 )
-_NEVER_CUT: Final = frozenset({"norm", "router", "position"})
+_NEVER_CUT: Final = frozenset({"router", "position"})
 _ROW: Final = frozenset({"attention_out", "mlp_out", "expert_out", "shared_out"})
 
 
@@ -143,21 +144,27 @@ def tp_copies(tensor: TensorSpec, tp: int, attention: AttentionSpec) -> int:
     return tp // attention.num_kv_heads if set(cut.segments) == {_KV} and attention.num_kv_heads < tp else 1
 
 
+def shared_norms(block: BlockSpec) -> tuple[TensorSpec, ...]:
+    """Return the weights of a block's norms whose mean square is taken over the heads of all ranks of the tensor axis."""
+    return tuple(t for t in block.tensors if t.role == "norm" and rule(t).tp_dim is not None)
+
+
 GradientSum: TypeAlias = Literal["", "all", "heads"]
 
 
 def gradient_sum(tensor: TensorSpec, tp: int, sp: bool, attention: AttentionSpec) -> GradientSum:
     """Return over which ranks of the tensor axis the gradient of a block's ``tensor`` is still a partial sum.
 
-    "all": every rank saw its own tokens (sequence-sharded norms and biases), its own heads (norms per head) or its
-    own part of what the tensor is multiplied with (routers, whose weights multiply each expert's output; the factor of
-    an adapter that is not cut);
+    "all": every rank saw its own tokens (sequence-sharded norms and biases), its own heads (norms per head, and what
+    makes the latent that all heads read) or its own part of what the tensor is multiplied with (routers, whose weights
+    multiply each expert's output; the factor of an adapter that is not cut);
     "heads": the ranks with a copy of one key/value head; "": the rank's gradient is whole.
     """
     if tp == 1:
         return ""
     if rule(tensor).tp_dim is None:
-        own_part = tensor.dims == ("head_dim",) or tensor.role in ("router", "adapter")
+        inner = tensor.role == "norm" and tensor.dims != ("hidden",)
+        own_part = inner or tensor.role in ("router", "adapter", "attention_in")
         return "all" if sp or own_part else ""
     return "heads" if tp_copies(tensor, tp, attention) > 1 else ""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, TypeAlias
+from types import MappingProxyType
+from typing import Any, Final, Literal, TypeAlias
 
 Role: TypeAlias = Literal[
     "embedding",  # token embedding                     [vocab, hidden]
@@ -103,7 +104,14 @@ class MoESpec:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """One repeated block (layer). ``ffn_size`` is the dense MLP's width (0 in a MoE block)."""
+    """One repeated block (layer).
+
+    Attributes:
+        ffn_size: the dense MLP's width (0 in a MoE block).
+        norms: where the norms of the hidden states stand: before attention and feed-forward, around them, or after
+            them; among ``tensors`` they come in the order in which they are computed.
+        parallel: attention and feed-forward both read the block's input, and it is added to both.
+    """
 
     index: int
     kind: Literal["dense", "moe"]
@@ -111,11 +119,31 @@ class BlockSpec:
     tensors: tuple[TensorSpec, ...]
     sliding_window: int | None = None
     moe: MoESpec | None = None
+    norms: Literal["before", "around", "after"] = "before"
+    parallel: bool = False
 
     @property
     def num_parameters(self) -> int:
         """Parameters in this block."""
         return sum(t.numel for t in self.tensors if t.tied_to is None)
+
+    def norm_tensors(self, part: Literal["attention", "mlp"]) -> tuple[list[TensorSpec], list[TensorSpec]]:
+        """Return the tensors of the norms of hidden states before and after attention or the feed-forward."""
+        norms = [t for t in self.tensors if t.role == "norm" and t.dims == ("hidden",)]
+        names = list(dict.fromkeys(t.name.rpartition(".")[0] for t in norms))
+        places = [(p, at) for p in ("attention", "mlp") for at in NORM_PLACES[self.norms]]
+
+        def at(place: str) -> list[TensorSpec]:
+            found = [n for n, where in zip(names, places, strict=True) if where == (part, place)]
+            return [t for t in norms if t.name.rpartition(".")[0] in found]
+
+        return at("before"), at("after")
+
+
+NORM_PLACES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"before": ("before",), "around": ("before", "after"), "after": ("after",)}
+)
+"""The norms beside attention, and beside the feed-forward, by ``BlockSpec.norms``."""
 
 
 @dataclass(frozen=True, kw_only=True)

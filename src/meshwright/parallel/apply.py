@@ -389,7 +389,7 @@ def apply_plan(
             stage.told = context.told
         if layout.loss == "chunked":
             halves = any(a.kind is ActionKind.WEIGHT_GRAD for a in schedule.rows[view.pp_rank])
-            stage.chunked_loss = partial(chunked_loss_sum, halves=halves)
+            stage.chunked_loss = partial(chunked_loss_sum, halves=halves, after=stage.after_head)
         if has_router_term(spec):
             stage.router_loss = RouterLoss(
                 stage.causal_lm,
@@ -472,6 +472,14 @@ def stage_blocks(module: StageModule, spec: ModelSpec) -> list[nn.Module]:
     return list(get_module(module.causal_lm, spec.paths.blocks).children())
 
 
+def unviewed(module: nn.Module, _: Any, out: Tensor) -> Tensor:
+    """Return a block's output as a tensor of its own, without a copy: FSDP2 hooks onto it, and not onto views.
+
+    OPT's blocks return a view of a sum that nothing else reads.
+    """
+    return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
+
+
 def holds_a_part(layout: Layout, spec: ModelSpec) -> bool:
     """Return whether a rank of ``layout`` holds less than the whole model, so that it is built part by part.
 
@@ -501,6 +509,9 @@ def _data_parallel(
     mesh = view.submesh("dp_replicate", "dp_shard")
     if _sharded(layout):
         assert mesh is not None
+        if spec.family == "opt":
+            for block in blocks:
+                block.register_forward_hook(unviewed)
         low = table.gather != table.storage
         away = parameters_away(layout)
         zero = shard(

@@ -7,6 +7,8 @@ is p (dO v' - rowsum(dO o)), and gradients of queries and keys are sums over par
 
 Which part sees what follows from the positions (``parallel.tiles``).
 
+A soft cap c makes scores c tanh(s / c): their gradient is multiplied by 1 - (score / c)^2.
+
 With dropout o is the sum of the shares that are left, scaled by 1 / (1 - p), times their values; l is that of all shares,
 so parts add up as before. Backward: the gradient of a share that was dropped is 0, of the others dO v' / (1 - p).
 
@@ -33,7 +35,12 @@ DRAWN_AT_ONCE = 2**21
 
 
 class Pairs(Protocol):
-    """What is particular to the pairs of a tile: which see each other, and which shares are dropped."""
+    """What is particular to the pairs of a tile: which see each other, a cap of scores, which shares are dropped."""
+
+    @property
+    def cap(self) -> float | None:
+        """The soft cap of scores, or None."""
+        ...
 
     @property
     def draws(self) -> bool:
@@ -59,7 +66,7 @@ def attend(
 
     ``causal`` hides keys of a larger index (as many queries as keys); ``pairs`` hides and drops beside it. A query that
     sees nothing has output 0 and log-sum-exp -inf. Uses the device's fused kernel where it can (``fused``): those that
-    give a log-sum-exp take neither a mask nor a dropout mask, so with ``pairs`` the plain one runs.
+    give a log-sum-exp take neither a mask, a soft cap nor a dropout mask, so with ``pairs`` the plain one runs.
     """
     if pairs is None and (kernel := fused(q_BHQE, v_BKSE)) is not None:
         if kernel == "cpu":
@@ -157,7 +164,11 @@ def plain_backward(
         share_g, grad_g = _grouped(drop(share), kv), _grouped(grad, kv)
         grad_v += share_g.transpose(-1, -2) @ grad_g
         seen_by = drop(_heads(grad_g @ v.transpose(-1, -2), heads, stop - start))
-        grad_s_g = _grouped(share * (seen_by - row_sum) * scale, kv)
+        grad_s = share * (seen_by - row_sum)
+        if pairs is not None and pairs.cap is not None:  # hidden scores are -inf and have no share
+            slope = 1.0 - (scores / pairs.cap).square()
+            grad_s = grad_s * slope.masked_fill(scores == -math.inf, 0.0)
+        grad_s_g = _grouped(grad_s * scale, kv)
         grad_q.append(_heads(grad_s_g @ k, heads, stop - start).to(q_BHQE.dtype))
         grad_k += grad_s_g.transpose(-1, -2) @ _grouped(q_BHQE[:, :, rows].to(full), kv)
     return torch.cat(grad_q, 2), grad_k.to(k_BKSE.dtype), grad_v.to(v_BKSE.dtype)
@@ -178,6 +189,8 @@ def _scores(
     kv, keys = k_BKSE.shape[1], k_BKSE.shape[2]
     q_g = _grouped(q_BHQE[:, :, start:stop].to(k_BKSE.dtype), kv)
     scores = _heads(q_g @ k_BKSE.transpose(-1, -2), q_BHQE.shape[1], stop - start) * scale
+    if pairs is not None and pairs.cap is not None:
+        scores = torch.tanh(scores / pairs.cap) * pairs.cap
     if causal:
         at = torch.arange(start, stop, device=scores.device)[:, None]
         hidden = at < torch.arange(keys, device=scores.device)[None, :]

@@ -67,7 +67,11 @@ def build_model(
     try:
         hf_config = AutoConfig.for_model(config["model_type"], **keys)
         torch.manual_seed(seed)
-        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        kind: Any = AutoModelForCausalLM._model_mapping[type(hf_config)]
+        attention = (
+            "sdpa" if kind._supports_sdpa else "eager"
+        )  # soft-capped scores and ALiBi have no fused kernel
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
         if _has_experts(config) and (dtype == torch.float64 or not _groups_rows(hf_config)):
             hf_config._experts_implementation = "eager"  # one by one: what torch's grouped matmul refuses
         with torch.device(device):

@@ -175,6 +175,7 @@ def context_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention output [B, L, H, F] as transformers' attention functions do; no attention weights.
@@ -207,7 +208,8 @@ def context_attention(
         query, key, value = query.to(low), key.to(low), value.to(low)
     with torch.autocast(device, enabled=False):
         drops = place.drops(query, dropout, axis.seq_len) if dropout and place is not None else None
-        out = axis.attention(query, key, value, Rule(window=window), scale, documents, drops)
+        rule = Rule(window=window, cap=softcap)
+        out = axis.attention(query, key, value, rule, scale, documents, drops)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -216,6 +216,7 @@ def attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers' registry calls it, with our mask on the probabilities; else its own SDPA.
@@ -224,11 +225,13 @@ def attention(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if dropout == 0.0:
+    if dropout == 0.0 and softcap is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, 0.0, scaling, **kwargs)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if attention_mask is None:
         ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
         attention_mask = ones.tril(scores.shape[-1] - scores.shape[-2])
@@ -238,8 +241,9 @@ def attention(
         scores = scores + attention_mask
     wide = torch.promote_types(scores.dtype, torch.float32)
     share = torch.softmax(scores, -1, dtype=wide).to(query.dtype)
-    place: Place = getattr(module, ATTRIBUTE)
-    share = place.on_probabilities(share, dropout)
+    if dropout:
+        place: Place = getattr(module, ATTRIBUTE)
+        share = place.on_probabilities(share, dropout)
     return (share @ value).transpose(1, 2).contiguous(), None
 
 

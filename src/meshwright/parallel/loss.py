@@ -5,6 +5,9 @@ Both are known as soon as the chunk's logits are, so the forward also makes the 
 the head's weight and bias, and the backward only multiplies them by the incoming factor: no product runs twice. What
 lives until then is one gradient of the head and one of the hidden states, in place of [T, V] log-probabilities.
 
+A model may divide its logits or pass them through a scaled tanh (``model.logits``): z = s tanh(y / (d s)) has the slope
+(1 - (z / s)^2) / d, with which the gradient of the chunk's logits is multiplied.
+
 On a tensor axis each rank has some columns of the logits: the largest logit, the sum of exponentials and the target's
 logit of a chunk are then agreed on by two small all_reduces per chunk (``Columns``).
 
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.layout.layout import LOSS_CHUNKS
+from meshwright.model.logits import AfterHead
 
 IGNORE = -100
 """Label of a position without loss."""
@@ -35,6 +39,9 @@ class Columns:
     start: int
 
 
+PLAIN = AfterHead()
+
+
 def chunked_loss_sum(
     head: nn.Module,
     hidden_BTD: Tensor,
@@ -42,6 +49,7 @@ def chunked_loss_sum(
     columns: Columns | None = None,
     *,
     halves: bool = False,
+    after: AfterHead = PLAIN,
 ) -> Tensor:
     """Return the sum over valid tokens of the cross-entropy of ``head(hidden)``, as ``token_loss_sum`` does.
 
@@ -50,7 +58,7 @@ def chunked_loss_sum(
     float32. With gradients enabled at most one chunk of logits, their float32 copy and log-probabilities live at once.
     With ``columns``, the gradient of the hidden states is this rank's share of a sum over the group, and every rank
     returns the same loss. ``halves``: a schedule runs the backward twice, for the hidden states and for the weight, so
-    the gradients made in forward stay for the second.
+    the gradients made in forward stay for the second. ``after``: what the model does to the head's product.
 
     Communication: with ``columns`` two all_reduces a chunk, of [C] and [2, C].
     """
@@ -61,12 +69,20 @@ def chunked_loss_sum(
     hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
     with torch.autocast(device, enabled=False):
         out: Any = _ChunkedLoss.apply(
-            hidden_ND, weight, bias, labels_BT.reshape(-1), compute, torch.is_grad_enabled(), columns, halves
+            hidden_ND,
+            weight,
+            bias,
+            labels_BT.reshape(-1),
+            compute,
+            torch.is_grad_enabled(),
+            columns,
+            halves,
+            after,
         )
     return out
 
 
-REST = (None,) * 5
+REST = (None,) * 6
 """Gradients of the arguments of the chunked loss that are no tensors of the model."""
 
 
@@ -84,6 +100,7 @@ class _ChunkedLoss(torch.autograd.Function):
         train: bool,
         columns: Columns | None,
         halves: bool,
+        after: AfterHead,
     ) -> Tensor:
         wants = [train and needed for needed in ctx.needs_input_grad[:3]]
         full = torch.float64 if compute == torch.float64 else torch.float32
@@ -98,7 +115,8 @@ class _ChunkedLoss(torch.autograd.Function):
             part = slice(start, start + rows)
             hidden_CD, labels_C = hidden_ND[part].to(compute), labels_N[part]
             valid_C = labels_C != IGNORE
-            logits_CV = F.linear(hidden_CD, weight, bias).to(full)
+            logits_CV = _changed(F.linear(hidden_CD, weight, bias).to(full), after)
+            held_CV = None if after.cap is None else logits_CV if columns is None else logits_CV.clone()
             if columns is None:
                 target_C1, mine_C = labels_C.where(valid_C, 0)[:, None], valid_C
                 log_p_CV = logits_CV.log_softmax(-1)
@@ -115,6 +133,11 @@ class _ChunkedLoss(torch.autograd.Function):
             grad_CV = share_CV
             grad_CV.scatter_add_(1, target_C1, -mine_C[:, None].to(full))
             grad_CV.masked_fill_(~valid_C[:, None], 0.0)
+            if held_CV is not None and after.cap is not None:
+                grad_CV.mul_(held_CV.div_(after.cap).square_().neg_().add_(1.0))
+                del held_CV
+            if after.divisor != 1.0:
+                grad_CV.div_(after.divisor)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
             grad_CV = grad_CV.to(compute)
@@ -145,6 +168,13 @@ class _ChunkedLoss(torch.autograd.Function):
             grad = grads.pop(0)
             out.append(None if grad is None else grad.mul_(factor[0]).to(ctx.dtypes[len(out)]))
         return (*out, *REST)
+
+
+def _changed(logits_CV: Tensor, after: AfterHead) -> Tensor:
+    """Return the logits of the head's product, in place."""
+    if after.divisor != 1.0:
+        logits_CV.div_(after.divisor)
+    return logits_CV if after.cap is None else logits_CV.div_(after.cap).tanh_().mul_(after.cap)
 
 
 def _own_targets(labels_C: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:

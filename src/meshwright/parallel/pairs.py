@@ -28,6 +28,7 @@ class TilePairs:
         rule: what sees what by position; None where the tile's kind says it all.
         documents_BT: document of each position of the sequence, or None; only equal ones see each other.
         drops: dropout of the shares, or None.
+        cap: soft cap of the scores, or None.
     """
 
     q_at_Q: Tensor
@@ -36,6 +37,7 @@ class TilePairs:
     rule: Rule | None
     documents_BT: Tensor | None
     drops: Drops | None
+    cap: float | None = None
 
     @property
     def draws(self) -> bool:

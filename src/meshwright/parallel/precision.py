@@ -39,7 +39,8 @@ class Float64Throughout(TorchFunctionMode):
         wanted = (*args[1:], *(kwargs or {}).values())
         if func in _SOFTMAX and torch.float32 in wanted and args[0].dtype == torch.float64:
             return func(args[0], *args[1:], **{**(kwargs or {}), "dtype": torch.float64})
-        narrows = func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in wanted)
+        casts = func in (torch.Tensor.to, torch.Tensor.type)
+        narrows = func is torch.Tensor.float or (casts and torch.float32 in wanted)
         if narrows and args[0].dtype == torch.float64:
             return args[0]
         return func(*args, **(kwargs or {}))

@@ -79,8 +79,8 @@ class Ring:
         }
 
     def pairs(self, tile: Tile, source: int, q_BHQE: Tensor) -> TilePairs | None:
-        """Return the pairs of a tile that needs a mask, or whose shares are dropped."""
-        if tile.kind != "masked" and self.drops is None:
+        """Return the pairs of a tile that needs a mask, or whose scores are capped or shares dropped."""
+        if tile.kind != "masked" and self.drops is None and self.rule.cap is None:
             return None
         device = q_BHQE.device
         return TilePairs(
@@ -90,6 +90,7 @@ class Ring:
             rule=self.rule if tile.kind == "masked" else None,
             documents_BT=self.documents_BT,
             drops=self.drops,
+            cap=self.rule.cap,
         )
 
 

@@ -11,14 +11,16 @@ Shape suffixes: B micro-batch, T tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshwright.model.logits import AfterHead, after_head
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.loss import IGNORE
 
@@ -65,9 +67,10 @@ class NoPositions(nn.Module):
         super().__init__()
         self.hidden_size = hidden_size
 
-    def forward(self, position_ids: Tensor) -> Tensor:
-        """Return zeros, [1, T, D], whatever ``position_ids`` [1, T] are."""
-        return torch.zeros(1, position_ids.shape[-1], self.hidden_size, device=position_ids.device)
+    def forward(self, *given: Any, position_ids: Tensor | None = None) -> Tensor:
+        """Return zeros, [1, T, D], whatever ``position_ids`` [1, T] are; OPT names its mask and cache before them."""
+        ids: Tensor = given[0] if position_ids is None else position_ids
+        return torch.zeros(1, ids.shape[-1], self.hidden_size, device=ids.device)
 
 
 def get_module(root: nn.Module, path: str) -> nn.Module:
@@ -93,6 +96,13 @@ def token_loss_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     )
 
 
+def changed_logits(logits_BTV: Tensor, after: AfterHead) -> Tensor:
+    """Return the model's logits of its head's product (see ``model.logits``)."""
+    if after.divisor != 1.0:
+        logits_BTV = logits_BTV / after.divisor
+    return logits_BTV if after.cap is None else torch.tanh(logits_BTV / after.cap) * after.cap
+
+
 class StageModule(nn.Module):
     """One stage of the user's model, or the whole of it when there is one stage.
 
@@ -113,6 +123,7 @@ class StageModule(nn.Module):
         self.wire_dtype = wire_dtype
         self.base_path = spec.paths.base
         self.head_path = spec.paths.head
+        self.after_head = after_head(spec)
         self.forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
         self.chunked_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
         self.loss_sum: Callable[[Tensor, Tensor], Tensor] = token_loss_sum
@@ -130,7 +141,7 @@ class StageModule(nn.Module):
         if self.is_whole:
             return self.causal_lm(input_ids=x, use_cache=False, **self.told(positions)).logits
         head = self.causal_lm.get_submodule(self.head_path)
-        return head(self._hidden(x, positions))
+        return changed_logits(head(self._hidden(x, positions)), self.after_head)
 
     def _hidden(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         base = self.causal_lm.get_submodule(self.base_path)
@@ -270,10 +281,20 @@ def cut_stage(
                 set_module(causal_lm, spec.paths.positions, NoPositions(spec.hidden_size))
             for extra in spec.paths.embedding_extras:
                 set_module(causal_lm, extra, nn.Identity())
+            base: Any = get_module(causal_lm, spec.paths.base)
+            for name, nothing in ON_EMBEDDING.items():
+                if hasattr(base, name):
+                    setattr(base, name, nothing)
         if not last:
             set_module(causal_lm, spec.paths.final_norm, nn.Identity())
             set_module(causal_lm, spec.paths.head, nn.Identity())
     return StageModule(causal_lm, spec, first=first, last=last, wire_dtype=wire_dtype)
+
+
+ON_EMBEDDING: Final[Mapping[str, float]] = MappingProxyType(
+    {"embedding_multiplier": 1.0, "embedding_dropout": 0.0}
+)
+"""What a decoder does to its input besides modules: attribute, and the value that does nothing on a later stage."""
 
 
 def _narrow_config(base: nn.Module, start: int, count: int) -> None:

@@ -18,6 +18,7 @@ model from the full length, because the hidden states are cut only inside the bl
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +46,10 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _all_gather(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Join the ranks' tokens: [B, T / n, D] -> [B, T, D]."""
+    if (
+        x_BtD.dim() == 2
+    ):  # tokens of all sequences in one row: their order is of no matter, as long as it comes back
+        return _all_gather(x_BtD[None], group)[0]
     n, (b, t, d) = group.size(), x_BtD.shape
     out = x_BtD.new_empty(b, n * t, d)
     dist.all_gather_into_tensor(out.view(-1), x_BtD.contiguous().view(-1), group=group)
@@ -54,6 +59,8 @@ def _all_gather(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Add up the ranks' [B, T, D] and keep this rank's tokens: [B, T / n, D]."""
+    if x_BTD.dim() == 2:
+        return _reduce_scatter(x_BTD[None], group)[0]
     n, (b, t, d) = group.size(), x_BTD.shape
     parts = x_BTD.view(b, n, t // n, d).transpose(0, 1).reshape(n * b, t // n, d)
     out = x_BTD.new_empty(b, t // n, d)
@@ -291,18 +298,20 @@ def _cut_embedding(embedding: Any, axis: TensorAxis, tensor: TensorSpec) -> None
     """Look up this rank's rows only, and add the ranks up: every token is found on one of them."""
     start, rows = tp_ranges(tensor, axis.degree, axis.index, axis.spec.attention)[0]
     padding = embedding.padding_idx
-    padding = padding - start if padding is not None and start <= padding < start + rows else None
+    embedding.padding_idx = (
+        padding - start if padding is not None and start <= padding < start + rows else None
+    )
+    embedding.num_embeddings = rows
+    look_up = embedding.forward  # the model's own: some scale what they find
 
     def forward(ids_BT: Tensor) -> Tensor:
         elsewhere_BT = (ids_BT < start) | (ids_BT >= start + rows)
         at_BT = (ids_BT - start).masked_fill(elsewhere_BT, 0)
-        x_BTD = F.embedding(at_BT, embedding.weight, padding)
-        x_BTD = x_BTD.masked_fill(elsewhere_BT[..., None], 0.0)
+        x_BTD = look_up(at_BT).masked_fill(elsewhere_BT[..., None], 0.0)
         out: Any = _Transposed.apply(x_BTD, axis.group, _all_reduce, _same)
         return out
 
     embedding.forward = forward
-    embedding.num_embeddings = rows
 
 
 def _cut_block(block: nn.Module, prefix: str, axis: TensorAxis, sp: bool) -> None:
@@ -313,6 +322,9 @@ def _cut_block(block: nn.Module, prefix: str, axis: TensorAxis, sp: bool) -> Non
         if not tensor.name.startswith(prefix) or not tensor.name.endswith(".weight"):
             continue
         path = tensor.name.removeprefix(prefix).removesuffix(".weight")
+        if tensor.role == "norm" and rule(tensor).tp_dim is not None:
+            _share_norm(block.get_submodule(path), axis)
+            continue
         if tensor.role == "router":
             _cut_experts(block.get_submodule(path.rpartition(".")[0]), axis, sp)
             continue
@@ -320,10 +332,13 @@ def _cut_block(block: nn.Module, prefix: str, axis: TensorAxis, sp: bool) -> Non
         if tensor.role in ("attention_in", "mlp_in"):
             if parent not in entered:
                 entered.add(parent)
-                _before(block.get_submodule(parent), axis.group, *entry)
+                # OPT's feed-forward has no module of its own: its first matrix is where hidden states come in
+                _before(block.get_submodule(parent or path), axis.group, *entry)
             _tell_width(base_layer(block.get_submodule(path)))
             if tensor.role == "attention_in":
                 _tell_heads(block.get_submodule(parent), axis)
+                if axis.spec.family == "bloom" and tensor.name.endswith("query_key_value.weight"):
+                    _own_biases(block.get_submodule(parent), axis)
         elif tensor.role in ("attention_out", "mlp_out"):
             _cut_rows(block.get_submodule(path), axis, sp)
 
@@ -347,10 +362,51 @@ def _tell_width(matrix: Any) -> None:
 def _tell_heads(attention: Any, axis: TensorAxis) -> None:
     spec = axis.spec.attention
     heads, kv = spec.num_heads // axis.degree, max(1, spec.num_kv_heads // axis.degree)
-    if hasattr(attention, "num_key_value_groups"):
-        attention.num_key_value_groups = heads // kv
+    for name, here in (
+        ("num_heads", heads),
+        ("num_key_value_heads", kv),
+        ("num_key_value_groups", heads // kv),
+    ):
+        if hasattr(attention, name):
+            setattr(attention, name, here)
+    if hasattr(attention, "num_key_value_heads"):  # Phi-3 splits its fused product by the heads of its config
+        attention.config = copy.copy(attention.config)
+        attention.config.num_attention_heads = heads
     if hasattr(attention, "split_size"):
         attention.split_size = heads * spec.head_dim
+
+
+def _share_norm(norm: Any, axis: TensorAxis) -> None:
+    """Take the mean square of an RMS norm over the heads of all ranks; each normalizes and weighs its own.
+
+    Maths: with copies of key/value heads every head is counted as often, so the mean is the same, and a copy's gradient
+    is its share of the head's.
+
+    Communication: one all_reduce of [B, T, 1] forward, one backward.
+    """
+    width = norm.weight.numel() * axis.degree
+
+    def forward(x_BTn: Tensor) -> Tensor:
+        wide_BTn = x_BTn.to(torch.promote_types(x_BTn.dtype, torch.float32))
+        squares_BT1 = wide_BTn.pow(2).sum(-1, keepdim=True)
+        total_BT1: Any = _Transposed.apply(squares_BT1, axis.group, _all_reduce, _all_reduce)
+        normed_BTn = wide_BTn * torch.rsqrt(total_BT1 / width + norm.variance_epsilon)
+        return (norm.weight * normed_BTn).to(x_BTn.dtype)
+
+    norm.forward = forward
+
+
+def _own_biases(attention: nn.Module, axis: TensorAxis) -> None:
+    """Give attention its own heads' rows of BLOOM's biases by position, which the model makes of all: [B x H, 1, T]."""
+    heads = axis.spec.attention.num_heads
+    each = heads // axis.degree
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        alibi = kwargs["alibi"]
+        of_heads = alibi.view(-1, heads, *alibi.shape[1:]).narrow(1, axis.index * each, each)
+        return args, {**kwargs, "alibi": of_heads.flatten(0, 1)}
+
+    attention.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _cut_rows(matrix: Any, axis: TensorAxis, sp: bool) -> None:

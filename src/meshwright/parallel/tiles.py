@@ -34,10 +34,12 @@ class Rule:
     Attributes:
         causal: a query sees no later key.
         window: a query sees keys less than this many positions before it; None for all.
+        cap: soft cap of the scores of those that do; None for none.
     """
 
     causal: bool = True
     window: int | None = None
+    cap: float | None = None
 
 
 @dataclass(frozen=True)

@@ -126,10 +126,9 @@ def _flow(block: BlockSpec, before: bool, frozen: Collection[str]) -> tuple[bool
     def trains(names: Collection[str]) -> bool:
         return any(name not in frozen for name in names)
 
-    norms = [t for t in block.tensors if t.role == "norm" and t.dims == ("hidden",)]
-    first = norms[0].name.rpartition(".")[0]
-    into = [t.name for t in norms if t.name.startswith(first + ".")]
-    into += [t.name for t in block.tensors if t.role == "attention_in" or t.dims == ("head_dim",)]
+    into = [t.name for t in block.norm_tensors("attention")[0]]
+    inner = [t for t in block.tensors if t.role == "norm" and t.dims != ("hidden",)]
+    into += [t.name for t in (*inner, *(t for t in block.tensors if t.role == "attention_in"))]
     beside = tuple(f"{name.removesuffix('.weight')}.lora_" for name in into)
     into += [t.name for t in block.tensors if t.role == "adapter" and t.name.startswith(beside)]
     return before or trains(into), before or trains([t.name for t in block.tensors])

@@ -9,21 +9,23 @@ transposes, where there is a gradient to send.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Final, Literal, TypeAlias
 
 from meshwright.layout.batch import Batch
 from meshwright.layout.context import local_length
 from meshwright.layout.layout import LOSS_CHUNKS, Layout
 from meshwright.layout.precision import precision_table
 from meshwright.model.randomness import drops_residual
-from meshwright.model.sharding import gradient_sum, tp_shape
+from meshwright.model.sharding import gradient_sum, shared_norms, tp_shape
 from meshwright.model.spec import BlockSpec, ModelSpec, TensorSpec
 from meshwright.program.step import Collective, CollectiveKind
 from meshwright.program.units import Unit, shard_numel, stage_layers
 
-PAIRS = ("attention", "mlp")
+Pair: TypeAlias = Literal["attention", "mlp"]
+PAIRS: Final[tuple[Pair, ...]] = ("attention", "mlp")
+MIXTURE_ROLES: Final = ("router", "expert_in", "expert_out", "shared_in", "shared_out")
 
 
 def on_rank(unit: Unit, spec: ModelSpec, layout: Layout, index: int) -> Unit:
@@ -66,6 +68,7 @@ def micro_batch_collectives(
         )
 
     summed = tokens * spec.hidden_size * compute
+    squares = tokens * max(4, compute)
     if phase == "forward":
         if stage == 0:
             yield send("all_reduce", hidden, "looked-up embedding")
@@ -74,6 +77,9 @@ def micro_batch_collectives(
                 name = f"{pair} of layer {layer}"
                 if layout.sp:
                     yield send("all_gather", hidden, f"hidden states into {name}")
+                if pair == "attention":
+                    for norm in shared_norms(spec.blocks[layer]):
+                        yield send("all_reduce", squares, f"squares under {norm.name}")
                 out = hidden if pair == "mlp" and spec.blocks[layer].moe else summed
                 yield send(
                     "reduce_scatter" if layout.sp else "all_reduce", out, f"partial sums out of {name}"
@@ -94,24 +100,45 @@ def micro_batch_collectives(
     entry = flows
     steps: list[tuple[str, bool, bool, int]] = []
     for layer in stage_layers(layout, stage):
+        block, entered = spec.blocks[layer], flows
         for pair in PAIRS:
-            into, inside, flows = _flow(spec.blocks[layer], pair, flows, frozen)
-            out = hidden if pair == "mlp" and spec.blocks[layer].moe else summed
+            into, inside, after = _flow(block, pair, entered if block.parallel else flows, frozen)
+            flows = flows or after
+            out = hidden if pair == "mlp" and block.moe else summed
             steps.append((f"{pair} of layer {layer}", into, inside, out))
     for i, (name, into, inside, out) in reversed(list(enumerate(steps))):
         ends_block = i % len(PAIRS) == len(PAIRS) - 1
         if layout.recompute != "none" and ends_block and (inside or steps[i - 1][2]):
-            yield from _recomputed(layout, steps[i - 1][0], name, send, hidden, summed)
-            if drops_residual(spec):  # the mask of what the block adds is saved behind its last sum
+            norms = [
+                (n.name, squares) for n in shared_norms(spec.blocks[stage_layers(layout, stage)[i // 2]])
+            ]
+            yield from _recomputed(layout, steps[i - 1][0], name, send, hidden, summed, norms)
+            # a norm behind the block's last sum reads it; so does dropout, whose mask is saved behind it
+            if (
+                drops_residual(spec)
+                or spec.blocks[stage_layers(layout, stage)[i // len(PAIRS)]].norms != "before"
+            ):
                 kind = "reduce_scatter" if layout.sp else "all_reduce"
                 yield send(kind, out, f"partial sums out of {name}, recomputed")
         if layout.sp and inside:
             yield send("all_gather", out, f"gradient of the partial sums of {name}")
+        if not ends_block:
+            for norm in _with_gradient(spec.blocks[stage_layers(layout, stage)[i // 2]], into, frozen):
+                yield send("all_reduce", squares, f"gradient of the squares under {norm.name}")
         if into:
             kind = "reduce_scatter" if layout.sp else "all_reduce"
             yield send(kind, hidden, f"gradient of the input of {name}")
     if layout.sp and entry:
         yield send("all_gather", hidden, "gradient of the hidden states before the first layer of the stage")
+
+
+def _with_gradient(block: BlockSpec, into: bool, frozen: Collection[str]) -> Iterator[TensorSpec]:
+    """Yield the norms over all heads whose input has a gradient: from the matrix before, or from what that reads."""
+    for norm in shared_norms(block):
+        matrix = norm.name.replace("_norm.weight", "_proj.")
+        trains = any(t.name.startswith(matrix) and t.name not in frozen for t in block.tensors)
+        if into or trains:
+            yield norm
 
 
 def _loss_rows(layout: Layout, tokens: int) -> list[int]:
@@ -121,11 +148,19 @@ def _loss_rows(layout: Layout, tokens: int) -> list[int]:
 
 
 def _recomputed(
-    layout: Layout, first: str, second: str, send: Callable[..., Collective], hidden: int, summed: int
+    layout: Layout,
+    first: str,
+    second: str,
+    send: Callable[..., Collective],
+    hidden: int,
+    summed: int,
+    norms: Sequence[tuple[str, int]],
 ) -> Iterator[Collective]:
     """Yield what a block's second forward sends: all but the sum at its very end, which nothing there needs."""
     if layout.sp:
         yield send("all_gather", hidden, f"hidden states into {first}, recomputed")
+    for norm, squares in norms:
+        yield send("all_reduce", squares, f"squares under {norm}, recomputed")
     yield send(
         "reduce_scatter" if layout.sp else "all_reduce", summed, f"partial sums out of {first}, recomputed"
     )
@@ -133,25 +168,23 @@ def _recomputed(
         yield send("all_gather", hidden, f"hidden states into {second}, recomputed")
 
 
-def _flow(block: BlockSpec, pair: str, before: bool, frozen: Collection[str]) -> tuple[bool, bool, bool]:
+def _flow(block: BlockSpec, pair: Pair, before: bool, frozen: Collection[str]) -> tuple[bool, bool, bool]:
     """Return whether there is a gradient for a pair's input, for its partial sums and for what follows it."""
-    norms = [t for t in block.tensors if t.role == "norm" and t.dims == ("hidden",)]
-    weights = [t for t in norms if not t.is_bias]
-    first = weights[PAIRS.index(pair)].name.rpartition(".")[0]
+    ahead, behind = block.norm_tensors(pair)
 
     def trains(tensors: list[TensorSpec]) -> bool:
         return any(t.name not in frozen for t in tensors)
 
-    into = before or trains([t for t in norms if t.name.startswith(first + ".")])
-    roles = (f"{pair}_in", f"{pair}_out", *(("router", "expert_in", "expert_out") if pair == "mlp" else ()))
+    into = before or trains(ahead)
+    roles = (f"{pair}_in", f"{pair}_out", *(MIXTURE_ROLES if pair == "mlp" else ()))
     own = [t for t in block.tensors if t.role in roles]
     if pair == "attention":
-        own += [t for t in block.tensors if t.dims == ("head_dim",)]
+        own += [t for t in block.tensors if t.role == "norm" and t.dims != ("hidden",)]
     stems = tuple(f"{t.name.removesuffix('.weight')}.lora_" for t in own)
     own += [t for t in block.tensors if t.role == "adapter" and t.name.startswith(stems)]
     added = [t for t in own if t.role == f"{pair}_out" and t.is_bias]
     inside = into or trains([t for t in own if t not in added])
-    return into, inside, inside or before or trains(added)
+    return into, inside, inside or before or trains(added + behind)
 
 
 def step_collectives(

@@ -14,7 +14,7 @@ from meshwright.cost.fast import Columns, columns
 from meshwright.cost.pieces import Pricer, make_pricer
 from meshwright.cost.predict import OOM_GATE, oom_probability
 from meshwright.layout.batch import Batch, derive_batch
-from meshwright.layout.check import caps_logits, check
+from meshwright.layout.check import check
 from meshwright.layout.check_offload import offload_built
 from meshwright.layout.layout import Layout
 
@@ -111,8 +111,6 @@ def change_that_fits(pricer: Pricer, layout: Layout, batch: Batch) -> str:
     short = format_bytes(peak - capacity) if peak > capacity else "the safety margin"
     best: tuple[float, str] | None = None
     for name, changed in _changes(plain, batch):
-        if name == "loss=chunked" and caps_logits(pricer.spec):
-            continue
         if changed.offload != plain.offload and offload_built(changed, pricer.spec):
             continue
         priced = _price(pricer, changed, batch)

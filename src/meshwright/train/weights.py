@@ -38,8 +38,17 @@ _SINGLE = "model.safetensors"
 _COMPLETE = "complete.json"
 _MAX_NAMES = 8
 
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+_BUFFERS = (
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+    ".rotary_emb.inv_freq",
+)
 """Buffers that old checkpoints saved beside the parameters; models recompute them."""
+
+_OLD_HEAD = "embed_out.weight"
+"""What GPT-NeoX's head is called in checkpoints, which transformers 5 names like all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +200,8 @@ def match(
     shapes: list[str] = []
     for name, (file, shape) in stored.items():
         full = name if name in needed or name in tied or prefix + name not in needed else prefix + name
+        if name == _OLD_HEAD and spec.family == "gpt_neox":
+            full = spec.head[0].name
         if full in needed:
             places[full] = (file, name)
             if shape != needed[full].shape:

@@ -262,30 +262,22 @@ compile=off or blocks, every schedule, and precision fp32, bf16, fp16 and fp64."
         why="a family's modules must be known to be cut in stages",
         needs="a family that is built, or pp=1",
         do="pp=1 with dp and zero",
-        page="""Cut in stages now: llama, mistral, qwen2, qwen3, gpt2, mixtral, qwen3_moe, phi3. Other families run with
-data parallelism and ZeRO.""",
+        page="""Every family that is described can be cut in stages now; a family that is added later may run with data
+parallelism and ZeRO first.""",
     ),
     CodeInfo(
         code="E253",
         title="The tensor axis cannot cut this model yet",
         kind="code",
         why="a family's modules must be known to be cut over tp",
-        needs="a family that is built, and vocabulary rows for every rank; or tp=1",
+        needs="a family that is built, whole key/value heads where they are fused, vocabulary rows for every rank",
         do="tp=1 with dp, zero or pp",
-        page="""Cut over tp now: llama, mistral, qwen2, qwen3, gpt2, mixtral, qwen3_moe (each expert is cut like a
-feed-forward); not other families' fused matrices.
+        page="""Every family is cut over tp now: fused matrices part by part, each expert like a feed-forward; a family
+that is added later may come without. Phi-3 keeps queries, keys and values in one matrix: there a key/value head cannot
+live on several ranks, so tp divides their number. Biases of shared experts (DeepSeek-V2 with mlp_bias) would be added
+once on each rank.
 Vocabulary rows are cut ceil(rows / tp) to a rank; a vocabulary so small that the last rank gets none is refused.
-Other models run with data parallelism, ZeRO and, by family, pipelines.""",
-    ),
-    CodeInfo(
-        code="E254",
-        title="The chunked loss of a model that caps its logits is not built",
-        kind="code",
-        why="the chunked loss multiplies with the head itself, and would leave the cap out",
-        needs="a model without final_logit_softcapping, or loss=eager",
-        do="loss=eager",
-        page="""Gemma-2 passes its logits through a scaled tanh after the head. loss=chunked computes head and loss
-together, by chunks of tokens, from the head's weight alone; it does not know the cap, so it is refused.""",
+What is refused runs with data parallelism, ZeRO and pipelines.""",
     ),
     CodeInfo(
         code="E255",
@@ -306,8 +298,8 @@ tokens at a time. With tp=1 one rank has all columns, and there is nothing to su
         needs="dropout by modules or by attention functions (gpt2, llama and most families), without router jitter",
         do="set them to 0 in the model's config where runs of different layouts must agree",
         page="""Initial weights, and the dropout masks of most families, are the same in every layout and world size.
-Families that call dropout as a function (OPT, BLOOM) and the jitter of a router draw from torch's own generator:
-each run is valid, but two layouts are then two different runs. A proof lets them rest.""",
+Families that call dropout as a function (OPT, BLOOM, StarCoder2) and the jitter of a router draw from torch's own
+generator: each run is valid, but two layouts are then two different runs. A proof lets them rest.""",
     ),
     CodeInfo(
         code="E260",
@@ -316,9 +308,9 @@ each run is valid, but two layouts are then two different runs. A proof lets the
         why="a family's attention must be known to do nothing that an attention over ranks leaves out",
         needs="a family that is built, and dropout whose masks follow from the element, or cp=1",
         do="cp=1 with dp, zero or pp",
-        page="""Cut over cp now: llama, mistral, qwen2, qwen3, gpt2, mixtral, qwen3_moe, phi3, with causal masks and
-sliding windows, packed documents and dropout. Other families cap their scores, add biases by distance or mask in other
-ways. Where a router's jitter makes a model draw from each process's own generator (W207), its attention dropout does so
+        page="""Every family but BLOOM is cut over cp now, with causal masks, sliding windows, soft-capped scores, packed
+documents and dropout. BLOOM adds biases by position inside its own modules, which count positions from 0 on every rank.
+Where a router's jitter makes a model draw from each process's own generator (W207), its attention dropout does so
 too, and over cp there would be nothing to hold it against.""",
     ),
     CodeInfo(

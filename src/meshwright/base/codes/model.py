@@ -75,10 +75,11 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         do="use a known family; a Llama-shaped model can be described with model_type llama",
         page=(
             "The field model_type (or the first entry of architectures) names the family. Known families: GPT-2,\n"
-            "Llama, Mistral, Qwen2 and 2.5, Qwen3, Gemma-2, Gemma-3 (its text part), Phi-3, Mixtral, Qwen3-MoE,\n"
-            "DeepSeek-V2 and V3, OPT, BLOOM. Many models are one of these under another name: if all tensor names\n"
-            "agree, set model_type and architectures to that family's. Code that ships beside a config.json\n"
-            "(auto_map) is never executed; the model is read as its family's standard module."
+            "Llama, Mistral, Qwen2 and 2.5, Qwen3, Gemma, Gemma-2, Gemma-3 (its text part), Phi-3, Granite, SmolLM3,\n"
+            "OLMo 2, StarCoder2, GPT-NeoX (Pythia), Mixtral, Qwen3-MoE, DeepSeek-V2 and V3, OPT, BLOOM. Many models\n"
+            "are one of these under another name: if all tensor names agree, set model_type and architectures to that\n"
+            "family's. Code that ships beside a config.json (auto_map) is never executed; the model is read as its\n"
+            "family's standard module."
         ),
     ),
     CodeInfo(
@@ -90,8 +91,9 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         do="use the usual form of the family",
         page=(
             "A few config fields switch a family to a form that only one or two old models use: cross-attention in\n"
-            "GPT-2, a projected embedding or norms after the block in OPT (opt-350m). Reading them as the usual form\n"
-            "would count and cut the wrong tensors, so they are refused by name."
+            "GPT-2, a projected embedding or norms after the block in OPT (opt-350m), layers left out at random, a\n"
+            "Gemma whose tokens see later ones. Reading them as the usual form would count and cut the wrong tensors,\n"
+            "so they are refused by name."
         ),
     ),
 )

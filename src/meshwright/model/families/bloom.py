@@ -48,6 +48,8 @@ def build(fields: Fields, family: Family, source: str) -> ModelSpec:
     hidden = fields.size("hidden_size", "n_embed")
     heads = fields.size("n_head", "num_attention_heads", most=limits.MOST_HEADS)
     check_heads_divide(fields, hidden, heads, "hidden_size", "n_head")
+    if fields.flag("slow_but_exact", default=False) and fields.size("pretraining_tp", default=1) > 1:
+        fields.not_built("slow_but_exact", "true", "false, or pretraining_tp = 1")
     d = Decoder(
         hidden=hidden,
         layers=fields.size("n_layer", "num_hidden_layers", most=limits.MOST_LAYERS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.model.families.gemma import only_causal
 from meshwright.model.families.pieces import (
     Family,
     assemble,
@@ -27,6 +28,7 @@ def build(fields: Fields, family: Family, source: str) -> ModelSpec:
         activation="gelu_pytorch_tanh",
     )
     bias = fields.flag("attention_bias", default=False)
+    only_causal(fields)
     window = fields.optional_size("sliding_window", default=4096)
     windows = layer_windows(fields, d.layers, window, lambda i: i % 2 == 0)
     fields.refuse()

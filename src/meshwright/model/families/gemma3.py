@@ -5,6 +5,7 @@ Published configs leave out sizes that equal the library's defaults, so those de
 
 from __future__ import annotations
 
+from meshwright.model.families.gemma import only_causal
 from meshwright.model.families.pieces import (
     Family,
     assemble,
@@ -32,6 +33,7 @@ def build(fields: Fields, family: Family, source: str) -> ModelSpec:
         activation="gelu_pytorch_tanh",
     )
     bias = fields.flag("attention_bias", default=False)
+    only_causal(fields)
     window = fields.optional_size("sliding_window", default=4096)
     pattern = fields.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
     windows = layer_windows(fields, d.layers, window, lambda i: (i + 1) % pattern != 0)

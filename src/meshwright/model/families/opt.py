@@ -61,6 +61,8 @@ def build(fields: Fields, family: Family, source: str) -> ModelSpec:
     ):
         if fields.flag(key, default=usual) is not usual:
             fields.not_built(key, str(not usual).lower(), str(usual).lower())
+    if (skipped := fields.probability("layerdrop", default=0.0)) > 0:
+        fields.not_built("layerdrop", f"{skipped:g}", "0: no layer is left out at random")
     bias = fields.flag("enable_bias", default=True)
     d = Decoder(
         hidden=hidden,

@@ -6,8 +6,9 @@ A tensor's ``dims`` name every dim; a fused tensor joins the names of its segmen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from meshwright.model import fields as limits
@@ -80,11 +81,12 @@ def read_decoder(
     activation: str = "silu",
     dropout: float = 0.0,
     reads_head_dim: bool = True,
+    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> Decoder:
     """Return the sizes of a Llama-shaped config; the keywords are the defaults of fields left out.
 
     ``kv_heads`` None means "as many as query heads"; ``head_dim`` None means hidden // heads. An explicit
-    null always has those meanings.
+    null always has those meanings. ``renamed``: activations that the family's configs name otherwise.
     """
     hidden = fields.size("hidden_size")
     layers = fields.size("num_hidden_layers", most=limits.MOST_LAYERS)
@@ -93,6 +95,7 @@ def read_decoder(
         "num_key_value_heads", default=kv_heads or num_heads, null=num_heads, most=limits.MOST_HEADS
     )
     ffn = fields.size("intermediate_size", most=limits.MOST_VOCABULARY)
+    said = fields.text(activation_key, "hidden_act", "hidden_activation", default=activation)
     vocabulary = fields.size("vocab_size", default=vocab, most=limits.MOST_VOCABULARY)
     size = _head_dim(fields, hidden, num_heads, head_dim) if reads_head_dim else head_dim or 1
     if fields.good("num_attention_heads", "num_key_value_heads") and num_heads % num_kv:
@@ -112,7 +115,7 @@ def read_decoder(
         vocab=vocabulary,
         positions=fields.size("max_position_embeddings", default=positions, most=limits.MOST_POSITIONS),
         tied=fields.flag("tie_word_embeddings", default=tied),
-        activation=fields.text(activation_key, "hidden_act", "hidden_activation", default=activation),
+        activation=renamed.get(said, said),
         dropout=max(dropout, fields.probability("attention_dropout", default=0.0)),
     )
 
@@ -246,15 +249,18 @@ def read_moe(
 
 
 def layer_windows(
-    fields: Fields, layers: int, window: int | None, sliding: Callable[[int], bool]
+    fields: Fields, layers: int, window: int | None, sliding: Callable[[int], bool], idle: bool = False
 ) -> tuple[int | None, ...]:
-    """Return each layer's sliding window or None; a ``layer_types`` list overrides the rule ``sliding``."""
+    """Return each layer's sliding window or None; a ``layer_types`` list overrides the rule ``sliding``.
+
+    ``idle``: windows are switched off, whatever the list says.
+    """
     kinds = fields.items("layer_types", str, layers)
     if kinds is None:
         return tuple(window if sliding(i) else None for i in range(layers))
     for kind in sorted(set(kinds) - {"full_attention", "sliding_attention"}):
         fields.not_built("layer_types", f"{kind!r}", "full_attention or sliding_attention")
-    if window is None and "sliding_attention" in kinds:
+    if window is None and "sliding_attention" in kinds and not idle:
         fields.wrong("sliding_window", "null, but layer_types names sliding_attention", "a window size")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -363,4 +369,11 @@ def llama_block(
     if sandwich:
         tensors += norm(f"{at}.pre_feedforward_layernorm", d.hidden)
         tensors += norm(f"{at}.post_feedforward_layernorm", d.hidden)
-    return BlockSpec(index=index, kind="dense", ffn_size=d.ffn, tensors=tuple(tensors), sliding_window=window)
+    return BlockSpec(
+        index=index,
+        kind="dense",
+        ffn_size=d.ffn,
+        tensors=tuple(tensors),
+        sliding_window=window,
+        norms="around" if sandwich else "before",
+    )
