@@ -134,3 +134,15 @@ def test_almost_full_is_said():
     assert found["legal"]
     assert not found["fits"]
     assert "W411" in [p["code"] for p in found["problems"]]
+
+
+def test_soft_capped_scores_over_a_context_axis_cost_passes_over_them():
+    """The ring takes a kernel that is not fused; a plan must not prefer cp because it looks fused."""
+    layout = parse_layout("dp=4,zero=3,cp=2,recompute=full")
+    derived = derive_batch(layout, 16, 8192)
+    schedule = generate("1f1b", 1, derived.accumulation)
+    capped = read_model("gemma-2-9b")
+    plain = replace(capped, config={**capped.config, "attn_logit_softcapping": None})
+    cluster = read_cluster("a100-80gb-x8", None)
+    seconds = [predict(m, layout, derived, schedule, cluster).step_time_s for m in (capped, plain)]
+    assert seconds[0] > 1.1 * seconds[1]

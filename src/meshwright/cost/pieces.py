@@ -25,9 +25,10 @@ from meshwright.layout.context import kv_heads_sent
 from meshwright.layout.layout import LOSS_CHUNKS, Layout
 from meshwright.layout.precision import FP8, wide_precision
 from meshwright.layout.ranks import strides
-from meshwright.model.activations import always_unfused, saved_activations, saved_final_bytes
+from meshwright.model.activations import always_unfused, caps_scores, saved_activations, saved_final_bytes
+from meshwright.model.logits import after_head
 from meshwright.model.randomness import drops_residual
-from meshwright.model.sharding import rule, tp_local_shape
+from meshwright.model.sharding import rule, shared_norms, tp_local_shape
 from meshwright.model.spec import AttentionSpec, BlockSpec, ModelSpec, TensorSpec
 from meshwright.program.units import frozen_names
 
@@ -48,6 +49,10 @@ MATMUL_ROLES = frozenset(
     | {"shared_in", "shared_out"}
 )
 """Tensors of a block that tokens are multiplied with, in the order of its forward."""
+
+SCORE_PASSES = (17.0, 37.0)
+"""Reads and writes of each visible fp32 score by the plain attention of ``parallel.attend``, forward and backward,
+counted from its operations: product, scale, cap, mask, log-sum-exp, shares; again, with their gradient and the slope."""
 
 SPLIT_OPS, SPLIT_PASSES = 2.2, 8.0
 """On a CPU a split backward costs this many small operations more for each node: torch's pipelining walks the graph in
@@ -347,7 +352,10 @@ class Pricer:
             backward += (2.0 * norm + logits * (copy + 20.0)) / r.copy_rate
             forward += 14 * r.op_s
             backward += 14 * r.backward_op_s
-            kept_loss = SAVED_LOGITS_BYTES * logits
+            capped = after_head(self.spec).cap is not None
+            kept_loss = (
+                SAVED_LOGITS_BYTES + (c if capped else 0.0)
+            ) * logits  # a scaled tanh keeps its output
             # between the halves of a backward: the gradients of the logits and of the final norm
             wide = self._residual_bytes(key)
             captured = (logits * c if trained else 0.0) + tokens * h * wide / (key.tp if key.sp else 1)
@@ -391,17 +399,25 @@ class Pricer:
             return per_block * 2.0 * (gather + scatter)
         return per_block * 2.0 * float(self.times.seconds("all_reduce", num_bytes, shape))
 
-    def _tp_again(self, key: WorkKey) -> float:
+    def _tp_again(self, block: BlockSpec, key: WorkKey) -> float:
         """Return seconds of tp communication of a block's second forward: all but the sum at its end."""
         if key.tp < 2:
             return 0.0
         shape = self.tp_shape(key)
         num_bytes = key.micro_batch * self.seq_len / key.cp * self.spec.hidden_size * self.compute_bytes
-        ends = 2.0 if drops_residual(self.spec) else 1.0
+        ends = 2.0 if drops_residual(self.spec) or block.norms != "before" else 1.0  # what reads the last sum
         if not key.sp:
             return ends * float(self.times.seconds("all_reduce", num_bytes, shape))
         gathers = 2.0 * float(self.times.seconds("all_gather", num_bytes, shape))
         return gathers + ends * float(self.times.seconds("reduce_scatter", num_bytes, shape))
+
+    def _squares(self, block: BlockSpec, key: WorkKey) -> float:
+        """Return seconds of the sums of squares of norms over all heads, forward and backward."""
+        norms = len(shared_norms(block)) if key.tp > 1 else 0
+        if not norms:
+            return 0.0
+        num_bytes = key.micro_batch * self.seq_len / key.cp * max(4, self.compute_bytes)
+        return 2.0 * norms * float(self.times.seconds("all_reduce", num_bytes, self.tp_shape(key)))
 
     def _price_block(self, kind: int, key: WorkKey) -> Work:
         same = replace(key, recompute="none")
@@ -411,7 +427,7 @@ class Pricer:
         block, whole, entry = self.kinds[kind], x.work.kept, x.entry
         tokens = key.micro_batch * self.seq_len / key.cp
         # torch's checkpoint stops when the last tensor that backward needs is there: before the block's last product
-        stops = not drops_residual(self.spec) and not self.spec.adapter
+        stops = not drops_residual(self.spec) and not self.spec.adapter and block.norms == "before"
         spared = x.products.last if stops else 0.0
         again_s = {"none": 0.0, "full": x.work.forward - spared}.get(
             key.recompute,
@@ -426,7 +442,12 @@ class Pricer:
         return replace(
             x.work,
             recompute=again_s,
-            tensor=x.tensor + (self._tp_again(key) if key.recompute != "none" else 0.0),
+            tensor=x.tensor
+            + (
+                0.0
+                if key.recompute == "none"
+                else self._tp_again(block, key) + self._squares(block, key) / 2.0
+            ),
             # a backward in two halves runs the whole block again
             split=x.work.split + (spared if key.recompute == "full" else 0.0),
             context=self._context(key, x.ahead, x.behind),
@@ -455,6 +476,12 @@ class Pricer:
         passes = PASSES["gpu" if r.overlaps else "cpu"]
         forward += passes[0] * whole / r.copy_rate
         backward += passes[1] * whole / r.copy_rate
+        if key.cp > 1 and caps_scores(
+            spec
+        ):  # the ring takes the plain kernel, which holds scores for a moment
+            scores = 4.0 * key.micro_batch * heads * self.seq_len**2 / 2.0 * share
+            forward += SCORE_PASSES[0] * scores / r.copy_rate
+            backward += SCORE_PASSES[1] * scores / r.copy_rate
         ops, nodes = block_operations(spec, block, products.linears, autocast=key.autocast)
         if r.overlaps:  # a GPU runs kernels while the host launches the next ones
             forward, backward = max(forward, ops * r.op_s), max(backward, nodes * r.backward_op_s)
@@ -488,7 +515,7 @@ class Pricer:
             entry=entry,
             extra=extra,
             also_saved=also_saved,
-            tensor=self._tp_pair(key, 2),
+            tensor=self._tp_pair(key, 2) + self._squares(block, key),
         )
 
     def _block_products(self, kind: int, tokens: float, key: WorkKey) -> Products:
