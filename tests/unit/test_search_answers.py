@@ -140,9 +140,9 @@ def test_sensitivity_searches_again_on_a_better_cluster():
 def test_more_memory_can_make_a_miss_fit():
     cluster = read_cluster("a100-40gb-x8")
     fix = "dp=8,zero=3,micro_batch=1,recompute=none,loss=eager,offload=none"
-    found = search(LLAMA, cluster, 3584, 64, fix=fix)
+    found = search(LLAMA, cluster, 3840, 64, fix=fix)
     assert not found.plans
-    more = sensitivity(LLAMA, cluster, 3584, 64, None, fix=fix)[0]
+    more = sensitivity(LLAMA, cluster, 3840, 64, None, fix=fix)[0]
     assert more.step_time_s is not None
     assert "would fit" in more.sentence
 

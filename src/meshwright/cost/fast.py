@@ -163,6 +163,9 @@ def stage_units(pricer: Pricer, stages: int, tp: int, ep: int, shards: int) -> S
         _sizes(pricer, stage_tensors(pricer, s, stages), tp, ep, shards) if s in ends else inner
         for s in range(stages)
     ]
+    if stages == 1:  # a tied head is no tensor of its own, but a matrix that is multiplied with
+        tied = [replace(t, tied_to=None) for t in pricer.spec.head if t.tied_to is not None]
+        root[0] = replace(root[0], matmul=root[0].matmul + _sizes(pricer, tied, tp, ep, 1).matmul)
     kinds = [_sizes(pricer, b.tensors, tp, ep, shards) for b in pricer.kinds]
     if ep == 1:
         return StageUnits(root=tuple(root), kinds=tuple(kinds))
@@ -591,7 +594,7 @@ def over_owned(
 
     sums = (
         *("full", "trainable", "resting", "trainable_resting", "root", "root_trainable"),
-        *("boundary", "logits", "final", "kept_loss"),
+        *("boundary", "logits", "final", "kept_loss", "steps"),
     )
     means = ("cast", "activations")
     out = {
@@ -604,6 +607,8 @@ def over_owned(
     losses = np.where(at_end, held, 0.0).sum(axis=2) - done + half * (done > 0)
     out |= {n: np.where(losses > 0, out[n], 0.0) for n in ("logits", "final")}
     out |= {"in_flight": in_flight, "losses": losses}
+    # gradients that were sent back: of every micro-batch but those whose backward (or input half) is still to come
+    out["back"] = (load.back[:, owns] * (held - waiting)).sum(axis=2) / total
     out["captured"] = np.where(at_end, load.captured[:, owns], 0.0).sum(axis=2)
     out["waits"] = (load.captured[:, owns] * waiting).sum(axis=2)
     return StageLoad(**out | {"half": half, "halves": np.broadcast_to(halves[:, None], half.shape)})
@@ -636,6 +641,8 @@ def _table(
             sizes = {
                 **sums,
                 "largest": max(u.largest for u, n in held if n),
+                "table": units.root[s].largest,
+                "matrix": max((u.largest for u in here), default=0.0),
                 "root": units.root[s].full,
                 "root_trainable": units.root[s].trainable,
                 "block": max((u.full for u in here), default=0.0),
@@ -693,10 +700,9 @@ def stage_load(
     m, chunked = sizes.micro_batches, sizes.chunked
     parts = sizes.tp * np.where(chunked > 0, LOSS_CHUNKS, 1)
     message = sizes.tokens * spec.hidden_size * np.where(sizes.autocast > 0, 4.0, float(pricer.compute_bytes))
-    # receive buffers of every micro-batch and their gradients, gradient buffers, and outputs in flight
-    boundary = wide(sizes.piped * message) * (
-        (1.0 - first) * 2.0 * wide(m) + (1.0 - last) * (wide(m) + in_flight)
-    )
+    # receive buffers of every micro-batch, and what is sent, which is held until the step ends
+    one = wide(sizes.piped * message)
+    boundary = one * 2.0 * wide(m) * ((1.0 - first) + (1.0 - last))
     return StageLoad(
         zero=wide(sizes.zero),
         resting=table["resting"],
@@ -706,15 +712,27 @@ def stage_load(
         full=table["full"],
         trainable=table["trainable"],
         tensor=table["largest"],
+        table=table["table"],
+        foot=table["table"] * first,
+        matrix=table["matrix"],
         root=table["root"],
         root_trainable=table["root_trainable"],
         block=table["block"],
         block_trainable=table["block_trainable"],
         cast=table["matmul"],
-        activations=per_stage("kept"),
+        # what a later stage's first block is given is in its receive buffer
+        activations=per_stage("kept") - wide(sizes.piped) * (1.0 - first) * worst("entry"),
         recompute=worst("again"),
         transient=worst("transient"),
+        inside=worst("inside"),
+        gone=worst("gone"),
+        whole=worst("whole"),
+        norm=worst("norm"),
+        grown=worst("grown"),
         boundary=boundary,
+        back=one * (1.0 - first),
+        steps=wide(m),
+        stage=table["trainable"],
         final=per_stage("final"),
         kept_loss=per_stage("loss"),
         chunked=wide(chunked),
@@ -724,6 +742,8 @@ def stage_load(
         compute=np.full(shape, float(COMPUTE_BYTES[pricer.precision])),
         reduce=np.full(shape, float(STATE_BYTES[pricer.precision])),
         autocast=wide(sizes.autocast),
+        vocab=np.full(shape, 1.0) * (wide(sizes.tp) > 1.0),
+        copies=np.full(shape, 2.0 if pricer.cluster.device.is_cpu else 1.0),
         away=wide(sizes.away),
         captured=per_stage("captured"),
         waits=np.zeros(shape),

@@ -6,7 +6,8 @@ Adam's two moments; bf16 and fp16 by autocast, whose weight casts live from a fo
 first forward to the last backward, stage 3 one unit at a time (two in backward, where the next is prefetched)
 beside the root unit, which is gathered around all blocks. Stage 1 keeps whole gradients in the reduce dtype
 until the last backward when it accumulates; stages 2 and 3 keep shards, and one unit's whole gradients
-with the buffer that is reduce-scattered.
+with the buffer that is reduce-scattered. As the counter of a run has it, gathered units and whole gradients on
+their way are "working", casts that autograd keeps "activations".
 
 Where a schedule splits a backward, a micro-batch keeps from its input half to its weight half all that its forward saved
 (but the log-softmax) and the gradient of every output that a weight had a part in. Weight halves add to whole gradients
@@ -54,19 +55,29 @@ class StageLoad:
     Attributes:
         zero, micro_batches, in_flight: of the layout and its schedule.
         resting, trainable_resting: elements of all units that one rank of their shard groups holds.
-        full, trainable: elements of all units; ``tensor`` of the largest single tensor.
+        full, trainable: elements of all units; ``tensor`` of the largest single tensor that trains, ``table`` of the
+            root unit's, ``foot`` of the embedding's and ``matrix`` of a block's largest one; ``stage`` the trainable
+            elements of the largest stage.
         root, root_trainable, block, block_trainable: of the root unit and of the largest block.
         cast: elements of matmul weights (which autocast casts).
         activations: bytes that one micro-batch keeps until its backward.
         recompute: bytes alive beside them while a block is recomputed.
-        transient: bytes of gradients of activations inside the largest block's backward.
-        boundary: bytes that the pipeline keeps for messages.
+        transient, inside: bytes of gradients of activations inside the largest block's feed-forward, at most and while
+            weight gradients are made.
+        gone, whole: bytes of what a block kept that are freed when its backward is through the feed-forward (which has
+            then made ``grown`` elements of weight gradients), and at its end.
+        norm: bytes alive inside a norm's backward.
+        boundary: bytes that the pipeline keeps for messages, as if every gradient had been sent back; ``back`` of them
+            are those of one micro-batch's.
+        steps: micro-batches of a step, of all of the rank's stages.
         final: the part of ``activations`` that is gone before a block's backward (final norm, head's input).
         logits: elements of logits alive at once on this rank (0 but on the last stage).
         kept_loss: bytes that the loss keeps of a micro-batch until its backward.
         losses: micro-batches whose loss is kept (in flight on the last stage).
         chunked: 1 where the loss runs by chunks of tokens, else 0.
         storage, compute, reduce: bytes per element at rest, computing, and when reduced.
+        vocab: 1 where the loss runs on logits that are spread over the tensor axis, else 0.
+        copies: copies of what a reduce-scatter takes in that are alive at once (gloo makes one more).
         autocast: 1 where weights are cast by autocast (zero = 0 in 16 bit), else 0.
         away: what rests away from the device: 0 nothing, 1 the optimizer's state, 2 (3) parameters and
             gradients too (of several replicas).
@@ -86,6 +97,10 @@ class StageLoad:
     full: Floats
     trainable: Floats
     tensor: Floats
+    table: Floats
+    foot: Floats
+    matrix: Floats
+    stage: Floats
     root: Floats
     root_trainable: Floats
     block: Floats
@@ -94,7 +109,14 @@ class StageLoad:
     activations: Floats
     recompute: Floats
     transient: Floats
+    inside: Floats
+    gone: Floats
+    whole: Floats
+    norm: Floats
+    grown: Floats
     boundary: Floats
+    back: Floats
+    steps: Floats
     final: Floats
     logits: Floats
     kept_loss: Floats
@@ -103,6 +125,8 @@ class StageLoad:
     storage: Floats
     compute: Floats
     reduce: Floats
+    vocab: Floats
+    copies: Floats
     autocast: Floats
     away: Floats
     captured: Floats
@@ -134,7 +158,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     three = x.zero >= 3
     accumulates = x.micro_batches > 1
     rest = x.storage * x.resting
-    kept = np.where(three, 0.0, x.compute * x.full)  # gathered from first forward to last backward
+    kept = np.where(sharded & ~three, x.compute * x.full, 0.0)  # gathered from first forward to last backward
     optimizer = np.where(x.away > 0, 0.0, 2.0 * x.storage * x.trainable_resting)
     gradient_shards = x.storage * x.trainable_resting
     # autocast's casts wait for their block's backward; those of a block that runs again are gone until then
@@ -143,101 +167,81 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     head_casts = x.autocast * x.compute * np.maximum(x.cast - (x.full - x.root), 0.0)
     casts = np.where(again, head_casts, all_casts) * x.in_flight
     casts_in_block = np.where(again, x.autocast * x.compute * np.minimum(x.block, x.cast), casts)
-
-    parameters = rest + np.where(sharded, kept, 0.0)
+    # where a message outweighs what its micro-batch keeps, a rank with hardly any in flight is as full
+    boundary = x.boundary - np.minimum(x.back, x.activations) * x.in_flight
+    # FSDP2 holds on to the last reduce-scatter's input (the root unit's) until the next micro-batch reduces
+    stale = np.where((x.zero >= 2) & accumulates, x.reduce * x.root_trainable, 0.0)
     # what accumulation has left when the last micro-batch is computed
     held = np.where(
         ~sharded,
         x.storage * x.trainable,
-        np.where(
-            accumulates,
-            np.where(x.zero == 1, x.reduce * x.trainable, gradient_shards),
-            0.0,
-        ),
+        np.where(accumulates, np.where(x.zero == 1, x.reduce * x.trainable, gradient_shards), 0.0),
     )
     acts = x.in_flight * x.activations + x.waits
+    # with every micro-batch of the step in flight either none has left gradients yet, or one is gone
+    fresh = sharded & accumulates & (x.in_flight >= x.steps)
+    none_yet = fresh & (x.activations >= held + stale)
+    held, stale = (np.where(none_yet, 0.0, values) for values in (held, stale))
+    acts = acts - np.where(fresh & ~none_yet, x.activations, 0.0)
     # every other micro-batch in flight keeps its log-softmax, or the gradients that a chunked loss made
     kept_logits = x.kept_loss * np.maximum(x.losses - 1.0, 0.0)
     chunked = x.chunked > 0
-    # FSDP2 holds on to the last reduce-scatter's input (the root unit's) until the next micro-batch reduces
-    stale = np.where((x.zero >= 2) & accumulates, x.reduce * x.root_trainable, 0.0)
-    # stage 3 in forward: root and one block gathered, with the flat buffer it was gathered into
-    forward_units = np.where(three, x.compute * (x.root + 2.0 * x.block), 0.0)
-    forward_units = forward_units + np.where(sharded & ~three, x.compute * np.maximum(x.block, 0.0), 0.0)
-    # in backward: root, the block and the prefetched next one
-    backward_units = np.where(three, x.compute * (x.root + 2.0 * x.block), 0.0)
-    loss = {
-        "parameters": parameters,
-        "gradients": held,
-        "optimizer": optimizer,
-        "activations": acts - x.half * x.captured,
-        "logits": np.where(chunked, CHUNK_LOGITS_BYTES * x.logits + x.kept_loss, LOSS_LOGITS_BYTES * x.logits)
-        + kept_logits,
-        "working": casts + forward_units + x.boundary + stale,
-    }
-    # the head's gradient, while the logits' gradient still lives
-    wide = np.where(x.compute < 4.0, x.compute + 4.0, x.compute)
-    head = {
-        "parameters": parameters,
-        "gradients": held,
-        "optimizer": optimizer,
-        "activations": acts,
-        "logits": np.where(chunked, x.kept_loss, wide * x.logits) + kept_logits,
-        "working": casts
-        + stale
-        + backward_units
-        + x.boundary
-        + np.where((x.logits > 0) & ~chunked, wide * x.tensor, 0.0),
-    }
-    # the first block that backward visits: its gradients whole, the reduce buffers of it and its neighbour
-    root_gradient = np.where(sharded & (x.logits > 0), x.compute * x.root_trainable, 0.0)
-    unit = np.where(
-        sharded,
-        x.compute * x.block_trainable
-        + np.maximum(np.where((x.zero == 1) & accumulates, 0.0, 2.0 * x.reduce) * x.block_trainable, stale),
-        wide * np.minimum(x.tensor, x.block_trainable),
+    always = {"parameters": rest, "gradients": held, "optimizer": optimizer}
+    # stage 3 at the loss: root and one block gathered, with the next one's flat buffer beside it in a block's backward
+    ends = np.where(three, x.compute * (x.root + x.block), kept)
+    inside = np.where(three, x.compute * (x.root + 2.0 * x.block), kept)
+    loss_bytes = np.where(x.vocab > 0, 4.0 + np.maximum(x.compute, 4.0), LOSS_LOGITS_BYTES)
+    loss_bytes = loss_bytes + np.where((x.vocab > 0) & (x.compute < 4.0), x.compute, 0.0)
+    # the first forward also holds the flat buffer that the last block was gathered into
+    buffer = np.where(
+        sharded & ~three & ~accumulates, np.maximum(x.compute * x.block - 2.0 * x.logits, 0.0), 0.0
     )
-    block = {
-        "parameters": parameters,
-        "gradients": held,
-        "optimizer": optimizer,
-        "activations": acts - x.final,
+    loss = always | {
+        "activations": acts - x.half * x.captured + casts,
+        "logits": np.where(chunked, CHUNK_LOGITS_BYTES * x.logits + x.kept_loss, loss_bytes * x.logits)
+        + kept_logits,
+        "working": ends + buffer + boundary + stale,
+    }
+    # the head's gradient beside that of the logits, when the head's cast is gone; whole ones are float32 at once
+    wide = np.where((x.compute < 4.0) & ~sharded, x.compute + 4.0, x.compute)
+    at_head = (x.logits > 0) & ~chunked
+    head = always | {
+        "activations": acts + casts - np.where(at_head, head_casts, 0.0),
+        "logits": np.where(chunked, x.kept_loss, x.compute * x.logits) + kept_logits,
+        "working": ends + stale + boundary + np.where(at_head, wide * x.table, 0.0),
+    }
+    block = always | {
+        "activations": acts - x.final + casts_in_block,
         "logits": kept_logits,
-        "working": casts_in_block
-        + backward_units
-        + x.boundary
-        + x.recompute
-        + x.transient
-        + root_gradient
-        + unit,
+        "working": inside + boundary + x.recompute + _inside_block(x, stale, wide),
     }
     # the end of backward: this micro-batch's activations are gone, the root unit is reduced
     last = np.where(sharded, gradient_shards, held)
+    share = x.trainable_resting / np.maximum(x.trainable, 1.0)  # of a tensor, on one rank of its shard group
+    reduced = np.maximum((x.copies + share) * x.root_trainable, x.block_trainable)
+    # a dense gradient of the embedding has the table's dtype
     swept = np.where(
         sharded,
-        (x.compute + x.reduce) * x.root_trainable + x.reduce * x.block_trainable,
-        wide * x.tensor,
+        x.compute * x.root_trainable + x.reduce * reduced,
+        np.maximum(x.storage * x.foot, wide * x.matrix),
     )
     # weight gradients that a split backward adds by hand stay whole until all of a stage's units are reduced
-    whole = x.compute * x.trainable + 2.0 * x.reduce * x.block_trainable
+    whole = x.compute * x.stage + x.copies * x.reduce * x.block_trainable
+    around = np.where(
+        three | ~((x.halves > 0) & accumulates & (x.zero == 2)), np.where(sharded, x.compute * x.root, 0.0), kept
+    )
     end = {
-        "parameters": rest
-        + np.where(three, x.compute * x.root, 0.0)
-        + np.where(
-            sharded & ~three,
-            np.where((x.halves > 0) & accumulates & (x.zero == 2), kept, x.compute * x.root),
-            0.0,
-        ),
+        "parameters": rest,
         "gradients": last,
         "optimizer": optimizer,
-        "activations": acts - x.activations - x.half * x.captured,
+        "activations": acts
+        - x.activations
+        - x.half * x.captured
+        + np.where(again, 0.0, all_casts * (x.in_flight - 1.0)),
         "logits": kept_logits,
-        "working": np.where(again, 0.0, all_casts * (x.in_flight - 1.0))
-        + x.boundary
-        + np.where(sharded & (x.halves > 0), np.maximum(swept, whole), swept),
+        "working": around + boundary + np.where(sharded & (x.halves > 0), np.maximum(swept, whole), swept),
     }
     # the update itself matters only where state comes for it: pieces of at most the largest tensor, two at a time
-    share = x.trainable_resting / np.maximum(x.trainable, 1.0)  # of a tensor, on one rank of its shard group
     buffers = BUFFERS * 2.0 * x.storage * x.tensor * share
     none = np.zeros_like(x.full)
     update = {
@@ -252,13 +256,48 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         return [loss, head, block, end, update]
     # the end of an input half, and the start of a weight half: nothing of this micro-batch is freed
     unfinished = np.where((x.logits > 0) & ~chunked, x.kept_loss, 0.0)
-    always = {"parameters": parameters, "gradients": held, "optimizer": optimizer, "activations": acts}
-    around = casts_in_block + backward_units + x.boundary + stale
-    inputs = always | {"logits": kept_logits + unfinished, "working": around + x.edge}
-    unit = np.where(sharded, x.compute * x.block_trainable, wide * x.tensor)
-    weights = always | {"logits": kept_logits, "working": around + unit}
+    always = always | {"activations": acts + casts_in_block}
+    inputs = always | {
+        "logits": kept_logits + unfinished,
+        "working": inside + boundary + stale + x.edge,
+    }
+    unit = np.where(sharded, x.compute * x.stage, wide * x.tensor)
+    weights = always | {"logits": kept_logits, "working": inside + boundary + stale + unit}
     full = [_only(x.half < 1, moment) for moment in (head, block)]
     return [loss, *full, end, update, *(_only(x.half > 0, moment) for moment in (inputs, weights))]
+
+
+def _inside_block(x: StageLoad, stale: Floats, wide: Floats) -> Floats:
+    """Return the most that the backward of a block adds to all that its forward kept: gradients, less what is freed.
+
+    Backward goes through the feed-forward, the norm between, attention, and the norm at the entry. Whole gradients of a
+    sharded unit wait for its end, where they are copied into the buffer that is reduced; that buffer lives until the
+    next unit's takes its place, so that the next block computes beside it. ``stale`` is the one before the first block.
+    ``wide`` are the bytes per element of a gradient that is being made.
+    """
+    sharded = x.zero >= 1
+    c, block = x.compute, x.block_trainable
+    # inside the feed-forward, behind it, and at the end
+    grown = np.maximum(c * x.matrix + x.transient, c * np.minimum(x.grown, block) + x.norm - x.gone)
+    grown = np.maximum(grown, c * block + x.norm - x.whole)
+    buffer = x.reduce * block
+    # stage 1 puts the buffer in the place of the gradients that have accumulated
+    once = (x.zero == 1) & (x.micro_batches > 1)
+    beside = np.where(once, 0.0, buffer)
+    later = grown + beside - (x.whole - x.recompute) - np.where(x.zero == 1, c * x.block, 0.0)
+    # a unit is freed before its gradients are reduced, but where stage 2 keeps it for the next micro-batch
+    reduced = x.copies * buffer - x.whole + np.where(x.zero == 2, c * block, 0.0)
+    reduced = reduced - np.where(once, c * x.block, 0.0)
+    # stage 1 reduces in the last micro-batch only, when the others are gone
+    others = np.where(once, np.maximum(x.in_flight - 1.0, 0.0) * x.activations, 0.0)
+    later = np.where(x.full - x.root > 1.5 * x.block, later - others, 0.0)
+    reduced = reduced - others
+    # the root's gradient is the head's by then; an embedding's comes last
+    head = np.where(x.logits > 0, c * np.minimum(x.table, x.root_trainable), 0.0)
+    made = head + np.maximum(np.maximum(grown + stale, later), reduced)
+    # a gradient that is made whole takes the place of its matrix's cast
+    one = (wide - x.autocast * c) * np.minimum(x.matrix, block)
+    return np.where(sharded, made, np.maximum(x.transient, x.inside + one))
 
 
 def _only(rows: NDArray[np.bool_], moment: dict[str, Floats]) -> dict[str, Floats]:

@@ -81,8 +81,7 @@ def moments_away(x: StageLoad, moments: list[dict[str, Floats]]) -> list[dict[st
         }
     later = out[2] | {
         "gradients": out[2]["gradients"] + size * second,
-        "activations": out[2]["activations"] - x.activations / blocks,
-        "working": out[2]["working"] - casts / blocks,
+        "activations": out[2]["activations"] - (x.activations + casts) / blocks,
     }
     some = two & ~sharded & (blocks > 1)
     return [*out, {name: np.where(some, held, 0.0) for name, held in later.items()}]

@@ -25,7 +25,13 @@ from meshwright.layout.context import kv_heads_sent
 from meshwright.layout.layout import LOSS_CHUNKS, Layout
 from meshwright.layout.precision import FP8, wide_precision
 from meshwright.layout.ranks import strides
-from meshwright.model.activations import always_unfused, caps_scores, saved_activations, saved_final_bytes
+from meshwright.model.activations import (
+    FEED_FORWARD,
+    always_unfused,
+    caps_scores,
+    saved_activations,
+    saved_final_bytes,
+)
 from meshwright.model.logits import after_head
 from meshwright.model.randomness import drops_residual
 from meshwright.model.sharding import rule, shared_norms, tp_local_shape
@@ -53,6 +59,14 @@ MATMUL_ROLES = frozenset(
 SCORE_PASSES = (17.0, 37.0)
 """Reads and writes of each visible fp32 score by the plain attention of ``parallel.attend``, forward and backward,
 counted from its operations: product, scale, cap, mask, log-sum-exp, shares; again, with their gradient and the slope."""
+
+FEED_FORWARD_ROLES = frozenset(
+    {"mlp_in", "mlp_out", "router", "expert_in", "expert_out", "shared_in", "shared_out"}
+)
+"""Tensors of a block whose gradients backward makes first."""
+
+NORM_COPIES = 5.0
+"""Float32 tensors of a token's width that are alive at once in the backward of a composed norm (read off a played step)."""
 
 SPLIT_OPS, SPLIT_PASSES = 2.2, 8.0
 """On a CPU a split backward costs this many small operations more for each node: torch's pipelining walks the graph in
@@ -125,7 +139,10 @@ class Work:
 
     ``tensor``, ``context`` and ``expert`` are seconds of communication in forward + backward; ``recompute`` is
     the extra forward. ``kept`` bytes stay until backward, ``again`` are alive while recomputing, ``transient``
-    are gradients of activations. ``final`` is the part of ``kept`` that is gone before a block's backward, and
+    are gradients of activations inside the feed-forward, and ``inside`` those of them that are left when it makes
+    weight gradients. ``gone`` bytes of a block are freed when its backward is through the feed-forward, which has then
+    made ``grown`` elements of weight gradients, and ``whole`` when it is at its end; ``norm`` are alive inside a norm's
+    backward. ``entry`` is the part of ``kept`` that is the block's input itself. ``final`` is the part of ``kept`` that is gone before a block's backward, and
     ``loss`` what the loss keeps of a micro-batch between its forward and its backward. ``captured`` is what a
     micro-batch keeps beside ``kept`` between the two halves of a split backward, ``edge`` gradients at the end of a
     backward, and ``split`` the seconds by which the two halves are longer than the whole; ``weight`` is the part of
@@ -141,6 +158,12 @@ class Work:
     kept: float = 0.0
     again: float = 0.0
     transient: float = 0.0
+    inside: float = 0.0
+    gone: float = 0.0
+    whole: float = 0.0
+    norm: float = 0.0
+    grown: float = 0.0
+    entry: float = 0.0
     final: float = 0.0
     loss: float = 0.0
     captured: float = 0.0
@@ -358,7 +381,7 @@ class Pricer:
             ) * logits  # a scaled tanh keeps its output
             # between the halves of a backward: the gradients of the logits and of the final norm
             wide = self._residual_bytes(key)
-            captured = (logits * c if trained else 0.0) + tokens * h * wide / (key.tp if key.sp else 1)
+            captured = (logits * c if trained else 0.0) + tokens * h * wide
             if (
                 loss == "chunked"
             ):  # all of it happens in forward; backward multiplies two gradients by a factor
@@ -372,7 +395,7 @@ class Pricer:
                 forward += (norm + logits * (copy + 24.0)) / r.copy_rate + 10 * r.op_s
                 backward = (2.0 * norm + 2.0 * kept_loss) / r.copy_rate + 10 * r.backward_op_s
             final = saved_final_bytes(self.spec, self.seq_len, key.micro_batch, c, self._residual_bytes(key))
-            final /= key.cp * (key.tp if key.sp else 1)
+            final /= key.cp  # with sequence-sharded norms too: the last block's output is gathered before it
             self._ends[slot] = Work(
                 forward=forward,
                 backward=backward,
@@ -454,6 +477,7 @@ class Pricer:
             expert=self._expert(block, key, tokens),
             kept={"none": whole, "full": entry}.get(key.recompute, entry + x.extra),
             again=again,
+            entry=entry if key.recompute != "none" and not key.sp else x.work.entry,
             captured=x.work.captured + again,
         )
 
@@ -472,7 +496,7 @@ class Pricer:
         backward = products.backward + behind * share
         flops = products.flops
         flops += 3.0 * attention_flops(key.micro_batch, heads, float(self.seq_len), width) * share
-        whole = self._saved(block, key)
+        whole, gone = self._saved(block, key)
         passes = PASSES["gpu" if r.overlaps else "cpu"]
         forward += passes[0] * whole / r.copy_rate
         backward += passes[1] * whole / r.copy_rate
@@ -494,6 +518,7 @@ class Pricer:
         # gradients of the feed-forward's width, when the saved input of its last product is gone already
         wide_ones = 2.0 if block.moe is None else 3.0
         widest = max(block.ffn_size, block.moe.ffn_size * block.moe.experts_per_token if block.moe else 0)
+        copies = self._copies(block, tokens, key)
         work = Work(
             forward=forward,
             backward=backward,
@@ -503,8 +528,16 @@ class Pricer:
             split=0.0 if r.overlaps else self._split_s(nodes, captured),
             weight=products.weight,
             edge=(4.0 if spec.norm == "rmsnorm" else 2.0) * entry,
-            transient=tokens * c * (wide_ones * widest / key.tp + 2.0 * spec.hidden_size)
-            + self._copies(block, tokens, key),
+            transient=tokens * c * (wide_ones * widest / key.tp + 2.0 * spec.hidden_size) + copies,
+            inside=tokens * c * ((wide_ones - 2.0) * widest / key.tp + 2.0 * spec.hidden_size) + copies,
+            gone=gone,
+            whole=whole,
+            norm=tokens * spec.hidden_size / (key.tp if key.sp else 1) * (NORM_COPIES * max(4, c))
+            if spec.norm == "rmsnorm"
+            else 2.0 * entry,
+            grown=self._grown(block, key),
+            # a norm keeps its input but where it computes on a float32 copy
+            entry=0.0 if key.sp or (spec.norm == "rmsnorm" and self._residual_bytes(key) < 4) else entry,
             flops=flops,
         )
         return Parts(
@@ -639,8 +672,18 @@ class Pricer:
     def _residual_bytes(self, key: WorkKey) -> int:
         return 4 if key.autocast else self.compute_bytes
 
-    def _saved(self, block: BlockSpec, key: WorkKey) -> float:
-        """Return the bytes that a block keeps on one rank when nothing is recomputed."""
+    def _grown(self, block: BlockSpec, key: WorkKey) -> float:
+        """Return the elements of a block's trainable feed-forward on one rank of the tensor and expert axes."""
+        return float(
+            sum(
+                prod(unit_tensor_shape(t, self.spec.attention, key.tp, key.ep))
+                for t in block.tensors
+                if t.role in FEED_FORWARD_ROLES and t.name not in self.stopped
+            )
+        )
+
+    def _saved(self, block: BlockSpec, key: WorkKey) -> tuple[float, float]:
+        """Return the bytes that a block keeps on one rank when nothing is recomputed, and those of its feed-forward."""
         across = key.tp if key.sp else 1
         # sequence-sharded tokens are gathered for column-cut matrices, which keep what was gathered
         share = {"tp": key.tp, "sequence": across, "column_input": 1}
@@ -653,7 +696,8 @@ class Pricer:
             "flash" if key.cp == 1 else "heads" if key.cp_style == "ulysses" else "parts",
             self._residual_bytes(key),
         )
-        return sum(s.num_bytes / share[s.along] for s in saved) / key.cp
+        sizes = [(s.op in FEED_FORWARD, s.num_bytes / share[s.along] / key.cp) for s in saved]
+        return sum(size for _, size in sizes), sum(size for first, size in sizes if first)
 
     def _context(self, key: WorkKey, forward: float, backward: float) -> float:
         """Return exposed seconds of attention's exchange.

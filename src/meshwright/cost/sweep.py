@@ -37,7 +37,7 @@ MOVED: Final = (*SECONDS, *EDGES, "trainable_resting", "trainable_tensors")
 """Figures of a stage's units that a row's seconds are made of; ``HELD`` those of its bytes."""
 HELD: Final = (
     *("full", "trainable", "resting", "trainable_resting", "matmul", "largest"),
-    *("root", "root_trainable", "block", "block_trainable"),
+    *("root", "root_trainable", "block", "block_trainable", "table", "matrix"),
 )
 
 
@@ -82,7 +82,9 @@ class Swept(Timed):
 
 TIME: Final = ("forward", "backward", "recompute", "tensor", "context", "expert", "split", "weight")
 """Figures of Work that a row's seconds are made of; ``MEMORY`` those of its bytes."""
-MEMORY: Final = ("kept", "again", "transient", "final", "loss", "captured", "edge")
+WORST: Final = ("again", "transient", "inside", "gone", "whole", "norm", "grown", "entry", "edge")
+"""Figures of Work of which a stage has its largest block's."""
+MEMORY: Final = ("kept", "final", "loss", "captured", *WORST)
 
 
 def sweep(tables: Tables, rows: Rows, slot: Slot, timed: Timed | None = None) -> Swept:
@@ -165,18 +167,15 @@ def _peaks(
     pricer: Pricer, rows: Rows, slot: Slot, load: StageLoad, m: Floats, outside: Floats, *, split: bool
 ) -> Floats:
     """Return [rows] bytes of the fullest rank of rows whose schedules all split backwards, or none of them."""
-    sent = _sent_in_flight(pricer, rows, slot, m) if slot.chunks > 1 else 0.0
     if not split:
         in_flight, held = chunks_held(rows, slot, m)
         ranks = replace(load, in_flight=in_flight, losses=in_flight)
         if slot.chunks > 1:
             ranks = over_owned(load, slot.owns, *_whole(held))
-            ranks = replace(ranks, boundary=ranks.boundary + sent)
         return peak_memory(ranks, outside)["peak"].max(axis=1)
     found: list[Floats] = []
     for x in split_moments(rows, slot, m):
         ranks = over_owned(load, slot.owns, x.held, x.waiting, x.half, np.ones(len(rows)))
-        ranks = replace(ranks, boundary=ranks.boundary + sent)
         found.append(peak_memory(ranks, outside)["peak"].max(axis=1))
     return np.max(np.stack(found), axis=0)
 
@@ -250,7 +249,7 @@ def _work(tables: Tables, rows: Rows, slot: Slot, names: tuple[str, ...] = WORK)
         column[:, 0] += embeddings[:, i][at[1]]
         column[:, -1] += heads[:, i][at[2]]
         out[name] = column
-        if name in ("again", "transient", "edge"):
+        if name in WORST:
             most = np.where(slot.counts[None] > 0, blocks[:, i][:, None, :], 0.0).max(axis=2)
             out[f"worst_{name}"] = most[at[0]]
     return out
@@ -285,6 +284,7 @@ def _per_stage(slot: Slot, sizes: Mapping[str, Floats], seconds: Mapping[str, Fl
 
     out = {name: total(sizes[name]) for name in SUMMED}
     out["largest"] = np.maximum(sizes["largest"][:, root], largest(sizes["largest"]))
+    out["table"], out["matrix"] = sizes["largest"][:, root], largest(sizes["largest"])
     out["root"], out["root_trainable"] = sizes["full"][:, root], sizes["trainable"][:, root]
     out["block"], out["block_trainable"] = largest(sizes["full"]), largest(sizes["trainable"])
     some = np.argmax(present, axis=1)
@@ -337,7 +337,7 @@ def _load(
     )
     if (
         slot.chunks > 1
-    ):  # several stages per rank: what is in flight depends on the rank (``_sent_in_flight``)
+    ):  # several stages per rank: what is in flight depends on the rank
         stage_held = np.zeros(shape)
     else:
         late = rows.flag("schedule", "zb-h1")[:, None]
@@ -355,16 +355,6 @@ def _load(
         first,
         last,
     )
-
-
-def _sent_in_flight(pricer: Pricer, rows: Rows, slot: Slot, m: Floats) -> Floats:
-    """Return [rows, rank runs] bytes of messages that ranks with several stages keep for micro-batches in flight."""
-    wide = np.where(rows.flag("plain", True) & (pricer.compute_bytes == 2), 4.0, float(pricer.compute_bytes))
-    tokens = rows.column("micro_batch") * pricer.seq_len / rows.column("cp")
-    left = slot.num_stages - slot.stages.astype(np.float64)
-    sends = slot.stages < slot.num_stages - 1
-    kept = (np.minimum(m[:, None, None], left[None]) * sends[None]).sum(axis=2)
-    return (tokens * pricer.spec.hidden_size * wide)[:, None] * kept
 
 
 def _outside(pricer: Pricer, rows: Rows, slot: Slot) -> Floats:

@@ -25,6 +25,12 @@ Along: TypeAlias = Literal["tp", "sequence", "column_input"]
 _FP32: Final = 4
 _INT64: Final = 8
 
+FEED_FORWARD: Final = frozenset(
+    {"input of the feed-forward", "feed-forward", "shared expert"}
+    | {"input of the experts", "router", "dispatched inputs", "routed experts", "expert outputs"}
+)
+"""Operations whose tensors are gone when backward has gone through a block's feed-forward."""
+
 _INSIDE_ACTIVATION: Final = {"gelu_new": 4, "gelu_pytorch_tanh": 1, "gelu": 1, "silu": 1, "relu": 0}
 """Tensors of the feed-forward's width kept inside the activation, its output not counted."""
 
