@@ -8,12 +8,13 @@ torchtitan's documentation for what their recompute policies keep.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
 from meshwright.cost.backtest.case import Case
-from meshwright.cost.backtest.shapes import Weights, stage_layers, weights
+from meshwright.cost.backtest.shapes import Weights, attention_gemms, dense_gemms, stage_layers, weights
 from meshwright.cost.backtest.terms import FLASH, Terms
 
 GATHERED_BYTES = 8.0
@@ -36,7 +37,8 @@ def layer_bytes(c: Case, moe: bool) -> float:
     norms = 2.0 * 2.0 * h / across  # inputs of the two norms
     inputs = 2.0 * 2.0 * h / (tp if c.sp and c.ran.name != "torchtitan" else 1.0)  # of the first products
     extra = {"fused": 0.0, "native": 0.0, "upcast": 2.0 * 8.0 * h}[c.ran.norm] / across
-    extra += 2.0 * 2.0 * h if c.tp > 1 and not c.sp else 0.0  # what the two all-reduces return
+    if c.tp > 1 and not c.sp and c.ran.activation != "fused":
+        extra += 2.0 * 2.0 * h  # what the two all-reduces return; fused with dropout and addition it is not kept
     masks = 2.0 * h / across if c.ran.dropout else 0.0
     heads = c.heads / tp
     kv = max(1.0, c.kv_heads / tp)
@@ -58,7 +60,7 @@ def _mlp_bytes(c: Case, moe: bool, tp: float) -> float:
     wide = (3.0 if c.ran.activation == "fused" else 4.0) if c.gated else 2.0
     if not moe:
         return 2.0 * wide * (c.dense_ffn if c.experts else c.ffn) / tp
-    routed = c.topk * (2.0 * wide * c.ffn + 2.0 * 2.0 * c.hidden) / tp
+    routed = c.topk * (2.0 * wide * c.ffn / (c.ran.expert_tp or tp) + 2.0 * 2.0 * c.hidden / tp)
     return routed + 2.0 * wide * c.shared_ffn / tp + 8.0 * c.experts
 
 
@@ -97,15 +99,34 @@ def in_flight(c: Case, stage: int) -> float:
     return min(m, left)
 
 
-def _state(c: Case, dense: float, routed: float) -> tuple[float, float]:
+def _adapters(c: Case, layers: float, moe: float) -> tuple[float, float]:
+    """Return the elements of adapters on every matrix of a stage's ``layers``, and of those on routed experts.
+
+    ``moe`` of the layers have experts. None are counted where the rank is not printed: on dense layers they are few.
+    """
+    found = re.search(r"\blora r(\d+)\b", c.model, re.IGNORECASE) if c.lora else None
+    if found is None:
+        return 0.0, 0.0
+    rank = float(found[1])
+    whole = sum(x.k + x.n for x in dense_gemms(c))
+    ends = sum(x.k + x.n for x in attention_gemms(c))
+    one = 2.0 * c.hidden + (3.0 if c.gated else 2.0) * c.ffn / (c.ran.expert_tp or c.tp)
+    routed = c.experts / c.ep * one * moe if c.experts else 0.0
+    return rank * (whole * (layers - moe) + ends * moe), rank * routed
+
+
+def _state(c: Case, dense: float, routed: float, layers: float, moe: float) -> tuple[float, float]:
     """Return (bytes at rest, bytes per parameter that a stage-3 unit adds when it is gathered)."""
     r = c.ran
-    ranks = c.shard if c.stage else 1
-    experts = max(1, c.dp * c.cp // c.ep) if c.stage else 1
+    ranks = max(1, c.shard // r.optimizer_copies) if c.stage else 1
+    experts = max(1, c.dp * c.cp * c.tp // (c.ep * (c.ran.expert_tp or c.tp))) if c.stage else 1
     total = 0.0
+    for size, group in zip(_adapters(c, layers, moe), (ranks, min(experts, ranks) if c.stage else 1), strict=True):
+        w = r.weight_bytes / (group if c.stage >= 3 else 1)
+        total += size * (w + r.grad_bytes / (group if c.stage >= 2 else 1) + r.state_bytes / group)
     for size, group in ((dense, ranks), (routed, min(experts, ranks) if c.stage else 1)):
         w = r.weight_bytes / (group if c.stage >= 3 else 1)
-        g = r.grad_bytes / (group if c.stage >= 2 else 1)
+        g = (r.kept_grad_bytes or r.grad_bytes) / (group if c.stage >= 2 else 1)
         s = r.state_bytes / group
         if c.offload == "optimizer":
             s = 0.0
@@ -140,8 +161,8 @@ def _stage(c: Case, w: Weights, layers: float, stage: int) -> dict[str, float]:
     moe = layers - (min(float(c.dense_layers), layers) if at_first else 0.0) if c.experts else 0.0
     dense = w.dense * (layers - moe) + (w.moe - w.routed) * moe
     table = (w.embedding + w.positions) * at_first + (w.head if c.pp == 1 or not at_first else 0.0) * at_last
-    routed = w.routed * moe
-    state, _ = _state(c, dense + table, routed)
+    routed = w.routed * moe * (c.tp / (c.ran.expert_tp or c.tp))
+    state, _ = _state(c, dense + table, routed, layers, moe)
     kept_dense, again_dense = kept_bytes(c, False)
     kept_moe, again_moe = kept_bytes(c, True) if c.experts else (0.0, 0.0)
     held = in_flight(c, stage) * c.tokens

@@ -28,6 +28,9 @@ class Ran:
         logits_split: logits are divided by the tensor degree.
         overlap_*: communication that is started beside compute.
         weight_bytes, grad_bytes, state_bytes: bytes per parameter at rest; state holds master copy and moments.
+        kept_grad_bytes: bytes per parameter of gradients at rest where they are not ``grad_bytes`` (0: they are).
+        optimizer_copies: groups of ranks that each hold the whole optimizer's state.
+        expert_tp: tensor degree of the routed experts; 0 where it is that of the other layers.
         gather_bytes, reduce_bytes: bytes per parameter on the wire.
         reduce_every: gradients are reduced each micro-batch under FSDP.
         launch: factor on the seconds that launching a kernel takes (graphs below 1).
@@ -64,6 +67,9 @@ class Ran:
     recompute: str = "core"
     unprinted_recompute: str = ""
     resident: str = "allocated"
+    kept_grad_bytes: float = 0.0
+    expert_tp: int = 0
+    optimizer_copies: int = 1
     dropout: bool = False
     attention_dropout: bool = False
     learned_positions: bool = False
