@@ -59,7 +59,7 @@ def peak_bytes(t: Terms, theta: Floats) -> Floats:
     def stage(name: str) -> Floats:
         part = {p: t[f"{name}_{p}"] * k.get(p, ones) for p in PARTS}
         # the logits are gone before the last layer is computed again
-        either = np.maximum(part["logits"] + 0.5 * part["recompute"], part["recompute"])
+        either = np.maximum(part["logits"] + t["beside"] * part["recompute"], part["recompute"])
         return part["state"] + part["activations"] + either + part["working"]
 
     first = np.where(t["first_counts"] > 0, np.maximum(stage("first"), stage("second")), 0.0)

@@ -67,7 +67,8 @@ def _mlp_bytes(c: Case, moe: bool, tp: float) -> float:
 def kept_bytes(c: Case, moe: bool) -> tuple[float, float]:
     """Return (bytes per token kept until backward, bytes per token alive while a layer is recomputed)."""
     whole = layer_bytes(c, moe)
-    scored = {"plain": 4.0, "fused_softmax": 2.0}.get(c.ran.attention, 0.0) * c.heads / c.tp * c.seq / c.cp
+    # backward of unfused attention: softmax, mask and what is left of it (kept), and two gradients of scores
+    scored = {"fused_softmax": 4.0}.get(c.ran.attention, 0.0) * c.heads / c.tp * c.seq / c.cp
     across = float(c.tp) if c.sp else 1.0
     entry = 2.0 * c.hidden / across
     heads, kv = c.heads / c.tp * c.head_dim, max(1.0, c.kv_heads / c.tp) * c.head_dim
@@ -152,6 +153,7 @@ def _memory(c: Case) -> dict[str, float]:
             out[f"{name}_{part}"] = value
     out["first_counts"] = float(c.ran.resident != "last_rank")
     out["slack"] = float(c.ran.resident in ("reserved", "device"))
+    out["beside"] = 1.0 if c.ran.keeps_logits else 0.5
     out["device"] = float(c.ran.resident == "device")
     return out
 

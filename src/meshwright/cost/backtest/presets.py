@@ -28,6 +28,7 @@ class Ran:
         logits_split: logits are divided by the tensor degree.
         overlap_*: communication that is started beside compute.
         weight_bytes, grad_bytes, state_bytes: bytes per parameter at rest; state holds master copy and moments.
+        keeps_logits: the logits are still there while the last layer is computed again.
         kept_grad_bytes: bytes per parameter of gradients at rest where they are not ``grad_bytes`` (0: they are).
         optimizer_copies: groups of ranks that each hold the whole optimizer's state.
         expert_tp: tensor degree of the routed experts; 0 where it is that of the other layers.
@@ -67,6 +68,7 @@ class Ran:
     recompute: str = "core"
     unprinted_recompute: str = ""
     resident: str = "allocated"
+    keeps_logits: bool = False
     kept_grad_bytes: float = 0.0
     expert_tp: int = 0
     optimizer_copies: int = 1
