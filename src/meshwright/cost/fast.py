@@ -609,6 +609,8 @@ def over_owned(
     out |= {"in_flight": in_flight, "losses": losses}
     # gradients that were sent back: of every micro-batch but those whose backward (or input half) is still to come
     out["back"] = (load.back[:, owns] * (held - waiting)).sum(axis=2) / total
+    in_blocks = np.minimum(load.cast, load.full - load.root)
+    out["recast"] = (in_blocks[:, owns] * waiting).sum(axis=2)
     out["captured"] = np.where(at_end, load.captured[:, owns], 0.0).sum(axis=2)
     out["waits"] = (load.captured[:, owns] * waiting).sum(axis=2)
     return StageLoad(**out | {"half": half, "halves": np.broadcast_to(halves[:, None], half.shape)})
@@ -745,6 +747,8 @@ def stage_load(
         vocab=np.full(shape, 1.0) * (wide(sizes.tp) > 1.0),
         copies=np.full(shape, 2.0 if pricer.cluster.device.is_cpu else 1.0),
         away=wide(sizes.away),
+        recast=np.zeros(shape),
+        noise=worst("noise"),
         captured=per_stage("captured"),
         waits=np.zeros(shape),
         half=np.zeros(shape),

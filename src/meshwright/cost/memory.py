@@ -81,6 +81,8 @@ class StageLoad:
         autocast: 1 where weights are cast by autocast (zero = 0 in 16 bit), else 0.
         away: what rests away from the device: 0 nothing, 1 the optimizer's state, 2 (3) parameters and
             gradients too (of several replicas).
+        recast: elements of matrices in blocks that ran again for micro-batches between their halves, which keep casts.
+        noise: bytes of random numbers while a block's dropout runs.
         captured: bytes that a micro-batch keeps between the halves of its backward beside ``activations``; of a rank:
             the one whose input half ends.
         waits: bytes that all micro-batches between their halves keep so.
@@ -129,6 +131,8 @@ class StageLoad:
     copies: Floats
     autocast: Floats
     away: Floats
+    recast: Floats
+    noise: Floats
     captured: Floats
     waits: Floats
     half: Floats
@@ -165,8 +169,10 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     again = x.recompute > 0
     all_casts = x.autocast * x.compute * x.cast
     head_casts = x.autocast * x.compute * np.maximum(x.cast - (x.full - x.root), 0.0)
-    casts = np.where(again, head_casts, all_casts) * x.in_flight
-    casts_in_block = np.where(again, x.autocast * x.compute * np.minimum(x.block, x.cast), casts)
+    recast = x.autocast * x.compute * x.recast
+    casts = np.where(again, head_casts * x.in_flight + recast, all_casts * x.in_flight)
+    own = x.autocast * x.compute * np.minimum(x.block, x.cast) - (1.0 - x.half) * head_casts
+    casts_in_block = casts + np.where(again, own, 0.0)
     # where a message outweighs what its micro-batch keeps, a rank with hardly any in flight is as full
     boundary = x.boundary - np.minimum(x.back, x.activations) * x.in_flight
     # FSDP2 holds on to the last reduce-scatter's input (the root unit's) until the next micro-batch reduces
@@ -252,8 +258,16 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
         "logits": none,
         "working": none,
     }
+    moments = [loss, head, block, end, update]
+    if x.noise.any():  # numbers of a dropout behind attention, while a block runs forward (perhaps again)
+        drop = always | {
+            "activations": acts - x.final - x.gone + casts_in_block,
+            "logits": kept_logits,
+            "working": inside + boundary + stale + x.recompute + x.noise,
+        }
+        moments.append(_only(x.noise > 0, drop))
     if not x.half.any():
-        return [loss, head, block, end, update]
+        return moments
     # the end of an input half, and the start of a weight half: nothing of this micro-batch is freed
     unfinished = np.where((x.logits > 0) & ~chunked, x.kept_loss, 0.0)
     always = always | {"activations": acts + casts_in_block}
@@ -264,7 +278,8 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     unit = np.where(sharded, x.compute * x.stage, wide * x.tensor)
     weights = always | {"logits": kept_logits, "working": inside + boundary + stale + unit}
     full = [_only(x.half < 1, moment) for moment in (head, block)]
-    return [loss, *full, end, update, *(_only(x.half > 0, moment) for moment in (inputs, weights))]
+    moments[1:3] = full
+    return [*moments, *(_only(x.half > 0, moment) for moment in (inputs, weights))]
 
 
 def _inside_block(x: StageLoad, stale: Floats, wide: Floats) -> Floats:
@@ -284,13 +299,19 @@ def _inside_block(x: StageLoad, stale: Floats, wide: Floats) -> Floats:
     # stage 1 puts the buffer in the place of the gradients that have accumulated
     once = (x.zero == 1) & (x.micro_batches > 1)
     beside = np.where(once, 0.0, buffer)
-    later = grown + beside - (x.whole - x.recompute) - np.where(x.zero == 1, c * x.block, 0.0)
+    # from block to block what forward kept is freed; shards of gradients pile up where there are none from before
+    blocks = (x.full - x.root) / np.maximum(x.block, 1.0) - 1.0
+    shard = x.storage * block * x.trainable_resting / np.maximum(x.trainable, 1.0)
+    more = np.where(x.micro_batches > 1, 0.0, shard) - (x.whole - x.recompute)
+    # in the last micro-batch stages 1 and 2 free units as they are reduced
+    more = more - np.where((x.zero == 1) | ((x.zero == 2) & (x.micro_batches <= 1)), c * x.block, 0.0)
+    later = grown + beside + more * np.where(more > 0, np.maximum(blocks, 1.0), 1.0)
     # a unit is freed before its gradients are reduced, but where stage 2 keeps it for the next micro-batch
     reduced = x.copies * buffer - x.whole + np.where(x.zero == 2, c * block, 0.0)
     reduced = reduced - np.where(once, c * x.block, 0.0)
     # stage 1 reduces in the last micro-batch only, when the others are gone
     others = np.where(once, np.maximum(x.in_flight - 1.0, 0.0) * x.activations, 0.0)
-    later = np.where(x.full - x.root > 1.5 * x.block, later - others, 0.0)
+    later = np.where(blocks > 0.5, later - others, 0.0)
     reduced = reduced - others
     # the root's gradient is the head's by then; an embedding's comes last
     head = np.where(x.logits > 0, c * np.minimum(x.table, x.root_trainable), 0.0)

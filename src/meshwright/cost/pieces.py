@@ -33,7 +33,7 @@ from meshwright.model.activations import (
     saved_final_bytes,
 )
 from meshwright.model.logits import after_head
-from meshwright.model.randomness import drops_residual
+from meshwright.model.randomness import drops_probabilities, drops_residual
 from meshwright.model.sharding import rule, shared_norms, tp_local_shape
 from meshwright.model.spec import AttentionSpec, BlockSpec, ModelSpec, TensorSpec
 from meshwright.program.units import frozen_names
@@ -64,6 +64,9 @@ FEED_FORWARD_ROLES = frozenset(
     {"mlp_in", "mlp_out", "router", "expert_in", "expert_out", "shared_in", "shared_out"}
 )
 """Tensors of a block whose gradients backward makes first."""
+
+NOISE_BYTES = 34.0
+"""Bytes an element of the numbers of a dropout: four whole ones of 8 bytes, and what is dropped (read off a played step)."""
 
 NORM_COPIES = 5.0
 """Float32 tensors of a token's width that are alive at once in the backward of a composed norm (read off a played step)."""
@@ -142,7 +145,8 @@ class Work:
     are gradients of activations inside the feed-forward, and ``inside`` those of them that are left when it makes
     weight gradients. ``gone`` bytes of a block are freed when its backward is through the feed-forward, which has then
     made ``grown`` elements of weight gradients, and ``whole`` when it is at its end; ``norm`` are alive inside a norm's
-    backward. ``entry`` is the part of ``kept`` that is the block's input itself. ``final`` is the part of ``kept`` that is gone before a block's backward, and
+    backward. ``entry`` is the part of ``kept`` that is the block's input itself, ``noise`` the bytes of
+    random numbers alive in a dropout. ``final`` is the part of ``kept`` that is gone before a block's backward, and
     ``loss`` what the loss keeps of a micro-batch between its forward and its backward. ``captured`` is what a
     micro-batch keeps beside ``kept`` between the two halves of a split backward, ``edge`` gradients at the end of a
     backward, and ``split`` the seconds by which the two halves are longer than the whole; ``weight`` is the part of
@@ -164,6 +168,7 @@ class Work:
     norm: float = 0.0
     grown: float = 0.0
     entry: float = 0.0
+    noise: float = 0.0
     final: float = 0.0
     loss: float = 0.0
     captured: float = 0.0
@@ -275,7 +280,7 @@ class Parts:
     """What of a block's work is the same whatever is recomputed.
 
     ``work`` is that of a block that keeps everything, but for its communication; ``ahead`` and ``behind`` are seconds of
-    attention, ``entry`` the bytes of the block's input, ``extra`` and ``also_saved`` those of ``_selective_bytes``, and
+    attention, ``entry`` the bytes of the block's input, ``reads`` those that its weight gradients read, ``extra`` and ``also_saved`` those of ``_selective_bytes``, and
     ``tensor`` seconds of the tensor axis.
     """
 
@@ -284,6 +289,7 @@ class Parts:
     ahead: float
     behind: float
     entry: float
+    reads: float
     extra: float
     also_saved: float
     tensor: float
@@ -478,7 +484,8 @@ class Pricer:
             kept={"none": whole, "full": entry}.get(key.recompute, entry + x.extra),
             again=again,
             entry=entry if key.recompute != "none" and not key.sp else x.work.entry,
-            captured=x.work.captured + again,
+            # after its input half a block that ran again keeps what weight gradients read
+            captured=x.work.captured + {"none": 0.0, "full": x.reads}.get(key.recompute, x.reads - x.extra),
         )
 
     def _price_parts(self, kind: int, key: WorkKey) -> Parts:
@@ -536,6 +543,7 @@ class Pricer:
             if spec.norm == "rmsnorm"
             else 2.0 * entry,
             grown=self._grown(block, key),
+            noise=self._noise(tokens, key),
             # a norm keeps its input but where it computes on a float32 copy
             entry=0.0 if key.sp or (spec.norm == "rmsnorm" and self._residual_bytes(key) < 4) else entry,
             flops=flops,
@@ -546,6 +554,7 @@ class Pricer:
             ahead=ahead * share,
             behind=behind * share,
             entry=entry,
+            reads=self._reads(widest, tokens, key),
             extra=extra,
             also_saved=also_saved,
             tensor=self._tp_pair(key, 2) + self._squares(block, key),
@@ -671,6 +680,27 @@ class Pricer:
 
     def _residual_bytes(self, key: WorkKey) -> int:
         return 4 if key.autocast else self.compute_bytes
+
+    def _noise(self, tokens: float, key: WorkKey) -> float:
+        """Return the bytes that the numbers of one dropout are made in: of attention's probabilities, or of a block's output.
+
+        Over a context axis attention makes them part by part.
+        """
+        if drops_probabilities(self.spec) and key.cp == 1:
+            return NOISE_BYTES * tokens * self.seq_len * self.spec.num_heads / key.tp
+        if drops_residual(self.spec):
+            return NOISE_BYTES * tokens * self.spec.hidden_size / (key.tp if key.sp else 1)
+        return 0.0
+
+    def _reads(self, widest: int, tokens: float, key: WorkKey) -> float:
+        """Return the bytes that a block's weight gradients read: the inputs of its matrices, and normed values.
+
+        Under autocast each matrix has a cast of its own. The feed-forward is ``widest`` across.
+        """
+        a, c, h = self.spec.attention, self.compute_bytes, self.spec.hidden_size
+        inputs = 5.0 if key.autocast else 2.0  # queries, keys, values; gate, up
+        across = (widest + a.num_heads * a.value_head_dim) / key.tp
+        return tokens * (c * (across + inputs * h) + 2.0 * h * self._residual_bytes(key))
 
     def _grown(self, block: BlockSpec, key: WorkKey) -> float:
         """Return the elements of a block's trainable feed-forward on one rank of the tensor and expert axes."""

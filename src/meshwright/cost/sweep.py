@@ -82,7 +82,7 @@ class Swept(Timed):
 
 TIME: Final = ("forward", "backward", "recompute", "tensor", "context", "expert", "split", "weight")
 """Figures of Work that a row's seconds are made of; ``MEMORY`` those of its bytes."""
-WORST: Final = ("again", "transient", "inside", "gone", "whole", "norm", "grown", "entry", "edge")
+WORST: Final = ("again", "transient", "inside", "gone", "whole", "norm", "grown", "entry", "noise", "edge")
 """Figures of Work of which a stage has its largest block's."""
 MEMORY: Final = ("kept", "final", "loss", "captured", *WORST)
 
