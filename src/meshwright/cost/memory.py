@@ -234,7 +234,9 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     # weight gradients that a split backward adds by hand stay whole until all of a stage's units are reduced
     whole = x.compute * x.stage + x.copies * x.reduce * x.block_trainable
     around = np.where(
-        three | ~((x.halves > 0) & accumulates & (x.zero == 2)), np.where(sharded, x.compute * x.root, 0.0), kept
+        three | ~((x.halves > 0) & accumulates & (x.zero == 2)),
+        np.where(sharded, x.compute * x.root, 0.0),
+        kept,
     )
     end = {
         "parameters": rest,

@@ -66,10 +66,10 @@ FEED_FORWARD_ROLES = frozenset(
 """Tensors of a block whose gradients backward makes first."""
 
 NOISE_BYTES = 34.0
-"""Bytes an element of the numbers of a dropout: four whole ones of 8 bytes, and what is dropped (read off a played step)."""
+"""Bytes an element of a dropout's numbers: four whole ones of 8 bytes, and what is dropped (read off a played step)."""
 
 NORM_COPIES = 5.0
-"""Float32 tensors of a token's width that are alive at once in the backward of a composed norm (read off a played step)."""
+"""Float32 tensors of a token's width that are alive at once in a composed norm's backward (read off a played step)."""
 
 SPLIT_OPS, SPLIT_PASSES = 2.2, 8.0
 """On a CPU a split backward costs this many small operations more for each node: torch's pipelining walks the graph in
@@ -280,7 +280,8 @@ class Parts:
     """What of a block's work is the same whatever is recomputed.
 
     ``work`` is that of a block that keeps everything, but for its communication; ``ahead`` and ``behind`` are seconds of
-    attention, ``entry`` the bytes of the block's input, ``reads`` those that its weight gradients read, ``extra`` and ``also_saved`` those of ``_selective_bytes``, and
+    attention, ``entry`` the bytes of the block's input,
+    ``reads`` those that its weight gradients read, ``extra`` and ``also_saved`` those of ``_selective_bytes``, and
     ``tensor`` seconds of the tensor axis.
     """
 
@@ -524,6 +525,7 @@ class Pricer:
         extra, also_saved = self._selective_bytes(block, tokens, key)
         # gradients of the feed-forward's width, when the saved input of its last product is gone already
         wide_ones = 2.0 if block.moe is None else 3.0
+        around = 2.0 if spec.norm == "rmsnorm" else 4.0
         widest = max(block.ffn_size, block.moe.ffn_size * block.moe.experts_per_token if block.moe else 0)
         copies = self._copies(block, tokens, key)
         work = Work(
@@ -535,7 +537,7 @@ class Pricer:
             split=0.0 if r.overlaps else self._split_s(nodes, captured),
             weight=products.weight,
             edge=(4.0 if spec.norm == "rmsnorm" else 2.0) * entry,
-            transient=tokens * c * (wide_ones * widest / key.tp + 2.0 * spec.hidden_size) + copies,
+            transient=tokens * c * (wide_ones * widest / key.tp + around * spec.hidden_size) + copies,
             inside=tokens * c * ((wide_ones - 2.0) * widest / key.tp + 2.0 * spec.hidden_size) + copies,
             gone=gone,
             whole=whole,
@@ -682,7 +684,7 @@ class Pricer:
         return 4 if key.autocast else self.compute_bytes
 
     def _noise(self, tokens: float, key: WorkKey) -> float:
-        """Return the bytes that the numbers of one dropout are made in: of attention's probabilities, or of a block's output.
+        """Return the bytes that one dropout's numbers are made in: of attention's probabilities, or a block's output.
 
         Over a context axis attention makes them part by part.
         """

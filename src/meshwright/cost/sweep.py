@@ -335,9 +335,7 @@ def _load(
         piped=np.full(len(rows), float(slot.pp > 1)),
         away=_codes(rows),
     )
-    if (
-        slot.chunks > 1
-    ):  # several stages per rank: what is in flight depends on the rank
+    if slot.chunks > 1:  # several stages per rank: what is in flight depends on the rank
         stage_held = np.zeros(shape)
     else:
         late = rows.flag("schedule", "zb-h1")[:, None]

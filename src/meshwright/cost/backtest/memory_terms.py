@@ -38,7 +38,8 @@ def layer_bytes(c: Case, moe: bool) -> float:
     inputs = 2.0 * 2.0 * h / (tp if c.sp and c.ran.name != "torchtitan" else 1.0)  # of the first products
     extra = {"fused": 0.0, "native": 0.0, "upcast": 2.0 * 8.0 * h}[c.ran.norm] / across
     if c.tp > 1 and not c.sp and c.ran.activation != "fused":
-        extra += 2.0 * 2.0 * h  # what the two all-reduces return; fused with dropout and addition it is not kept
+        # what the two all-reduces return; fused with dropout and addition it is not kept
+        extra += 2.0 * 2.0 * h
     masks = 2.0 * h / across if c.ran.dropout else 0.0
     heads = c.heads / tp
     kv = max(1.0, c.kv_heads / tp)
@@ -122,7 +123,8 @@ def _state(c: Case, dense: float, routed: float, layers: float, moe: float) -> t
     ranks = max(1, c.shard // r.optimizer_copies) if c.stage else 1
     experts = max(1, c.dp * c.cp * c.tp // (c.ep * (c.ran.expert_tp or c.tp))) if c.stage else 1
     total = 0.0
-    for size, group in zip(_adapters(c, layers, moe), (ranks, min(experts, ranks) if c.stage else 1), strict=True):
+    groups = (ranks, min(experts, ranks) if c.stage else 1)
+    for size, group in zip(_adapters(c, layers, moe), groups, strict=True):
         w = r.weight_bytes / (group if c.stage >= 3 else 1)
         total += size * (w + r.grad_bytes / (group if c.stage >= 2 else 1) + r.state_bytes / group)
     for size, group in ((dense, ranks), (routed, min(experts, ranks) if c.stage else 1)):
