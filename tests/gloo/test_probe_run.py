@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.base.errors import ExitCode, MeshwrightError
 from meshwright.cluster.load import cluster_from_probe
+from meshwright.cost.in_place import MEASURED, REFERENCES
 from meshwright.probe.fit import busbw_factor
 from meshwright.probe.run import assemble, run_probe
 
@@ -51,7 +52,8 @@ def test_every_key_is_there_and_every_figure_positive(
     for row in found["attention"]:
         assert row["forward_s"] > 0
         assert row["backward_s"] > 0
-    assert set(found["overhead"]) == {"op_s", "backward_op_s", "optimizer_bytes_per_s", "optimizer_tensor_s"}
+    once = {"op_s", "backward_op_s", "optimizer_bytes_per_s", "optimizer_tensor_s"}
+    assert set(found["overhead"]) == once | {"accumulate_s", "checkpoint_s", "region_s"}
     assert all(v > 0 for v in (found["overhead"] | found["memory"]).values())
     assert found["topology"]["nodes"] == 1
     assert len(found["topology"]["pairs"]) == 6
@@ -61,6 +63,36 @@ def test_every_key_is_there_and_every_figure_positive(
     assert "done" in lines[-1]
 
 
+def test_parts_are_measured_in_their_place(probed: tuple[dict[str, Any], list[str], float]) -> None:
+    found = probed[0]
+    placed = found["in_place"]
+    assert found["format"] == 2
+    for part in ("forward", "backward", "head_forward", "head_backward"):
+        assert 0.5 < placed[part] < 2.0, part
+    assert len(placed["references"]) == len(REFERENCES)
+    for row in placed["references"]:
+        for name in MEASURED:
+            assert 0 < row[f"{name}_processor_s"] < 1.0
+            # four ranks have half a core each
+            assert row[f"{name}_s"] == pytest.approx(
+                row[f"{name}_processor_s"] / min(1.0, found["cores"] / 4)
+            )
+    assert [one["ranks"] for one in placed["sharding"]] == [[0, 1], [0, 1, 2, 3], [2, 3]]
+    for one in placed["sharding"]:
+        small, large = one["points"]
+        assert 0 < small["bytes"] < 2e4
+        assert large["bytes"] > 2**20
+        for part in ("unit", "gather", "scatter"):
+            assert all(0 < point[f"{part}_processor_s"] < 0.2 for point in (small, large)), part
+    assert [one["ranks"] for one in placed["tensor"]] == [[0, 1], [0, 1, 2, 3], [2, 3]]
+    for one in placed["tensor"]:
+        assert [point["bytes"] for point in one["points"]] == [2**15, 2**19]
+        for part in ("pair", "reduce"):
+            assert all(1e-6 < point[f"{part}_processor_s"] < 0.2 for point in one["points"]), part
+    region = found["processor"]["overhead"]["region_s"]
+    assert 1e-6 < region < 1e-3
+
+
 def test_the_planner_reads_it(probed: tuple[dict[str, Any], list[str], float]) -> None:
     cluster = cluster_from_probe(probed[0])
     assert cluster.num_gpus == 4
@@ -68,6 +100,10 @@ def test_the_planner_reads_it(probed: tuple[dict[str, Any], list[str], float]) -
     assert set(cluster.device.matmul_flops) == {"fp32", "bf16"}
     assert "all_reduce/4" in cluster.intra.fits
     assert "send_recv/2" in cluster.intra.fits
+    assert cluster.measured["forward_in_place"] == probed[0]["in_place"]["forward"]
+    assert {key.rpartition("/")[0] for key in cluster.measured if key.startswith("shard_s/")} == {
+        f"shard_s/{part}/{ranks}" for part in ("unit", "gather", "scatter") for ranks in (2, 4)
+    }
 
 
 def test_one_rank_has_no_links() -> None:
@@ -75,6 +111,7 @@ def test_one_rank_has_no_links() -> None:
     assert found["links"] == []
     assert found["ring_order"] == [0]
     assert found["small_tensor_rule"] is None
+    assert found["in_place"]["sharding"] == []
     assert cluster_from_probe(found).num_gpus == 1
 
 

@@ -55,6 +55,41 @@ PROBE: dict[str, Any] = {
     },
 }
 
+IN_PLACE: dict[str, Any] = {
+    "forward": 1.1,
+    "backward": 1.2,
+    "head_forward": 1.3,
+    "head_backward": 1.4,
+    "pass_forward_s": 7e-4,
+    "pass_backward_s": 2e-4,
+    "sharding": [
+        {
+            "ranks": ranks,
+            "points": [
+                {"bytes": 8192, "unit_s": 4e-4, "gather_s": 6e-4, "scatter_s": 8e-4},
+                {"bytes": 1048576, "unit_s": 5e-4, "gather_s": 2e-3, "scatter_s": 3e-3},
+            ],
+        }
+        for ranks in ([0, 1], [0, 1, 2, 3])
+    ],
+    "tensor": [
+        {
+            "ranks": [0, 1],
+            "points": [
+                {"bytes": 32768, "pair_s": 8e-4, "reduce_s": 5e-4},
+                {"bytes": 524288, "pair_s": 2e-3, "reduce_s": 1e-3},
+            ],
+        }
+    ],
+}
+"""What a probe of format 2 has beside: parts in their place."""
+SMALL: dict[str, float] = {"accumulate_s": 2e-6, "checkpoint_s": 3e-4, "region_s": 4e-5}
+PLACED: dict[str, Any] = PROBE | {
+    "format": 2,
+    "in_place": IN_PLACE,
+    "overhead": PROBE["overhead"] | SMALL,
+}
+
 
 def codes(call: Any) -> list[str]:
     with pytest.raises(MeshwrightError) as error:
@@ -184,3 +219,17 @@ def test_a_probe_file_is_recognised(tmp_path: Path):
 )
 def test_a_broken_probe_is_refused(change: dict[str, Any]):
     assert codes(lambda: cluster_from_probe(PROBE | change)) == ["E404"]
+
+
+def test_a_probe_of_parts_in_their_place_is_read_and_a_newer_one_refused():
+    before, now = cluster_from_probe(PROBE).measured, cluster_from_probe(PLACED).measured
+    assert not any("in_place" in key or key.startswith("shard_s") for key in before)
+    assert now["forward_in_place"] == 1.1
+    assert now["head_backward_in_place"] == 1.4
+    assert now["pass_forward_s"] == 7e-4
+    assert now["region_s"] == 4e-5
+    assert now["shard_s/scatter/4/1048576"] == 3e-3
+    assert now["tensor_s/pair/2/524288"] == 2e-3
+    problem = problem_of(lambda: cluster_from_probe(PLACED | {"format": 3}))
+    assert problem.code == "E404"
+    assert "format 3 is newer than 2" in problem.found

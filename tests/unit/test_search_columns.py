@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.unit.test_cluster_load import PROBE
+from tests.unit.test_cluster_load import PLACED
 
 from meshwright.base.errors import MeshwrightError
 from meshwright.cluster.load import cluster_from_probe, read_cluster
@@ -77,7 +77,7 @@ CASES = [
     ("llama-2-7b", read_cluster("a100-80gb-x8", 64), 2048, "bf16"),
     ("mixtral-8x7b", read_cluster("aws-p4d", 32), 2048, "bf16"),
     ("gemma-2-9b", read_cluster("a100-80gb-x8", 32), 1024, "fp32"),
-    ("smollm2-135m", cluster_from_probe(PROBE), 128, "fp32"),
+    ("smollm2-135m", cluster_from_probe(PLACED), 128, "fp32"),
 ]
 
 
@@ -126,7 +126,7 @@ def test_every_part_of_the_fast_tier_is_that_of_a_single_prediction(
     model: str, name: str, gpus: int, offload: str
 ):
     spec = named_model(model)
-    cluster = cluster_from_probe(PROBE) if name == "probe" else read_cluster(name, gpus)
+    cluster = cluster_from_probe(PLACED) if name == "probe" else read_cluster(name, gpus)
     precision = "fp32" if name == "probe" else "bf16"
     pricer = make_pricer(spec, cluster, 512, precision)
     tables = make_tables(pricer)

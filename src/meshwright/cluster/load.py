@@ -31,6 +31,8 @@ from meshwright.cluster.spec import ClusterSpec, CollectiveFit, DeviceSpec, Figu
 
 SMALLEST: Final = 1e-15
 LARGEST: Final = 1e30
+PROBE_FORMAT: Final = 2
+"""Version of a probe's JSON. 2 has what was measured in its place; a file without a version is 1."""
 """Figures outside these are no rate, size or latency of a machine, and end in overflow."""
 MAX_GPUS: Final = 1_000_000
 _TOP = (
@@ -374,7 +376,11 @@ def cluster_from_probe(probe: Mapping[str, Any], name: str = "probed") -> Cluste
     ``measured`` holds, in SI units, ``matmul_flops_per_s/PRECISION/MxKxN``,
     ``attention_forward_s/PRECISION/BATCHxHEADSxSEQxDIM`` (and ``attention_backward_s``),
     ``collective_s/KIND/RANKS/BYTES``, ``op_s``, ``backward_op_s``, ``optimizer_bytes_per_s``,
-    ``optimizer_tensor_s``, ``copy_bytes_per_s``, ``elementwise_bytes_per_s`` and ``cores``, as far as it has them.
+    ``optimizer_tensor_s``, ``copy_bytes_per_s``, ``elementwise_bytes_per_s`` and ``cores``, as far as it has them; and
+    what was measured in its place: ``forward_in_place`` and ``backward_in_place`` (factors on a block's pieces; with
+    ``head_`` before them on the head's), ``pass_forward_s`` and ``pass_backward_s`` of a micro-batch beside its parts,
+    ``accumulate_s`` of a tensor, ``checkpoint_s`` of a block, ``region_s`` of a collective of the tensor axis, and
+    ``shard_s/PART/RANKS/BYTES`` of an FSDP2 unit and ``tensor_s/PART/RANKS/BYTES`` of the tensor axis' collectives.
 
     Raises:
         MeshwrightError: E404 when what every prediction needs is missing.
@@ -406,6 +412,27 @@ def _datasheet_peaks(probe: Mapping[str, Any]) -> Mapping[str, Figure]:
     return catalogue.device(gpu).peak_flops if gpu is not None else {}
 
 
+def _in_place(probe: Mapping[str, Any]) -> dict[str, float]:
+    """Return what a probe measured in its place; {} for one of before."""
+    if int(probe.get("format", 1)) > PROBE_FORMAT:
+        raise ValueError(f"format {probe['format']} is newer than {PROBE_FORMAT}")
+    found: Mapping[str, Any] = probe.get("in_place") or {}
+    names = ("forward", "backward", "head_forward", "head_backward")
+    out = {f"{name}_in_place": _positive(found[name]) for name in names if name in found}
+    out |= {name: _positive(found[name]) for name in ("pass_forward_s", "pass_backward_s") if name in found}
+    kinds = (
+        ("sharding", "shard_s", ("unit", "gather", "scatter")),
+        ("tensor", "tensor_s", ("pair", "reduce")),
+    )
+    for kind, key, parts in kinds:
+        for one in found.get(kind, []):
+            for point in one["points"]:
+                for part in parts:
+                    slot = f"{key}/{part}/{len(one['ranks'])}/{int(point['bytes'])}"
+                    out[slot] = max(_positive(point[f"{part}_s"]), out.get(slot, 0.0))
+    return out
+
+
 def _from_probe(probe: Mapping[str, Any], name: str) -> ClusterSpec:
     world = int(probe["world_size"])
     if world < 1:
@@ -434,6 +461,7 @@ def _from_probe(probe: Mapping[str, Any], name: str) -> ClusterSpec:
             if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
         }
     measured["cores"] = _positive(probe.get("cores") or world)
+    measured |= _in_place(probe)
     fits: dict[str, CollectiveFit] = {}
     for link in probe["links"]:
         ranks = link["ranks"]

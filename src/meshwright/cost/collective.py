@@ -145,6 +145,21 @@ def _leg(kind: str, num_bytes: Floats, size: int, link: LinkSpec, share: float) 
     return hops * link.latency.value + _steps(kind, size) * num_bytes / (link.rate.value * share)
 
 
+def ascending(seconds: Floats) -> Floats:
+    """Return the seconds of ascending sizes with every fall pooled: a larger message takes as long or longer.
+
+    Where a point lies below one before it both are noise around the same value; neighbours are averaged until no fall is
+    left (the least-squares fit among ascending ones).
+    """
+    pools: list[tuple[float, int]] = []
+    for value in seconds:
+        pools.append((float(value), 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (a, n), (b, k) = pools[-2:]
+            pools[-2:] = [((a * n + b * k) / (n + k), n + k)]
+    return np.array([value for value, count in pools for _ in range(count)])
+
+
 def collective_times(cluster: ClusterSpec) -> CollectiveTimes:
     """Return the pricer of a cluster: by a probe's points where it has them, else by the links' figures."""
     raw: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -155,5 +170,5 @@ def collective_times(cluster: ClusterSpec) -> CollectiveTimes:
     points: dict[tuple[str, int], tuple[Floats, Floats]] = {}
     for group, listed in raw.items():
         table = np.asarray(sorted(listed), dtype=np.float64)
-        points[group] = (np.maximum(table[:, 0], 1.0), table[:, 1])
+        points[group] = (np.maximum(table[:, 0], 1.0), ascending(table[:, 1]))
     return CollectiveTimes(cluster, points)

@@ -79,7 +79,10 @@ class StageUnits:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSeconds:
-    """Seconds of data-parallel communication of one stage, by what it is; ``edge`` parts cannot be hidden."""
+    """Seconds of data-parallel communication of one stage, by what it is; ``edge`` parts cannot be hidden.
+
+    ``hooks`` is what sharded units take of every micro-batch beside gathers and scatters.
+    """
 
     gather: float = 0.0
     gather_edge: float = 0.0
@@ -87,6 +90,8 @@ class DataSeconds:
     scatter_edge: float = 0.0
     reduce: float = 0.0
     reduce_edge: float = 0.0
+    hooks: float = 0.0
+    hooks_edge: float = 0.0
 
 
 _DATA = tuple(f.name for f in fields(DataSeconds))
@@ -218,7 +223,7 @@ def unit_seconds(
     times, rates = pricer.times, pricer.rates
     state, compute = float(pricer.state_bytes), float(pricer.compute_bytes)
     none = np.zeros_like(sizes["full"])
-    out = {"gather": none, "scatter": none, "reduce": none}
+    out = {"gather": none, "scatter": none, "reduce": none, "hooks": none}
     reduced = sizes["trainable"] * state
     if sharded and shards.size > 1:
         gathered = sizes["full"] * compute
@@ -229,6 +234,7 @@ def unit_seconds(
             out["gather"] = out["gather"] + 2.0 * gathered / rates.copy_rate + small * rates.op_s
             small = SHARD_OPS_PER_UNIT + SHARD_OPS_PER_TENSOR * sizes["trainable_tensors"]
             out["scatter"] = out["scatter"] + 2.0 * reduced / rates.copy_rate + small * rates.op_s
+            out |= pricer.placed.of_units(gathered, reduced, shards)
         out["reduce"] = times.seconds("all_reduce", reduced / shards.size, copies)
     elif not sharded and shards.size > 1:
         out["reduce"] = times.seconds("all_reduce", reduced, shards)
@@ -301,14 +307,16 @@ def data_waits(
     """Return what is exposed of ``table``'s data-parallel seconds beside windows of forward and backward compute.
 
     Each micro-batch: stage 3 gathers in forward and again in backward; stages 2 and 3 scatter. Once a step: stages 1
-    and 2 gather, stage 1 scatters, replicas reduce. ``behind`` holds recompute too.
+    and 2 gather, stage 1 scatters, replicas reduce. Hooks run in every micro-batch, half of them in either direction.
+    ``behind`` holds recompute too.
     """
     gather, scatter, reduce = table["gather"], table["scatter"], table["reduce"]
     three = zero == 3
-    forward = np.where(three, _exposed(overlap, gather, ahead, table["gather_edge"]), 0.0)
+    half = 0.5 * table["hooks"]
+    forward = np.where(three, _exposed(overlap, gather, ahead, table["gather_edge"]), 0.0) + half
     sent = np.where(three, gather, 0.0) + np.where(zero >= 2, scatter, 0.0)
     edge = np.where(three, np.maximum(table["gather_edge"], table["scatter_edge"]), table["scatter_edge"])
-    backward = _exposed(overlap, sent, behind, edge)
+    backward = _exposed(overlap, sent, behind, edge) + half
     once_gather = np.where((zero == 1) | (zero == 2), gather, 0.0)
     once_ahead = _exposed(overlap, once_gather, ahead, table["gather_edge"])
     once_sent = np.where(zero == 1, scatter, 0.0) + reduce
@@ -318,7 +326,7 @@ def data_waits(
         forward=forward,
         backward=backward,
         once=once_ahead + once_behind,
-        sent=m * (np.where(three, gather, 0.0) + sent) + once_gather + once_sent,
+        sent=m * (np.where(three, gather, 0.0) + sent + table["hooks"]) + once_gather + once_sent,
     )
 
 
@@ -446,8 +454,9 @@ def columns(
     overlap = pricer.rates.overlaps
     splits = np.array([layout.pp > 1 and layout.schedule in ALL_SPLIT for layout in layouts])
     ahead, behind = per_stage("forward"), per_stage("backward")
+    ahead, behind = ahead + pricer.rates.pass_s[0] * present, behind + pricer.rates.pass_s[1] * present
     behind = behind + per_stage("split") * (splits[:, None] & (first == 0))
-    again, tensor = per_stage("recompute"), per_stage("tensor")
+    again, tensor = per_stage("recompute"), per_stage("tensor") + embeds["each"][key_at][:, None] * present
     context, expert = per_stage("context"), per_stage("expert")
     mm = m[:, None]
     half = 0.5 * (tensor + context + expert)

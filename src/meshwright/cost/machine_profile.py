@@ -12,7 +12,7 @@ import numpy as np
 from meshwright.cluster.spec import ClusterSpec, CollectiveFit, Figure
 from meshwright.cost.collective import Floats
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of the profile's format, and of the factors' meaning."""
 NAMES: Final = ("matmul", "moved", "launch", "collective", "optimizer")
 """What the factors are of: seconds of matrix products and attention, of moved bytes, of launches, of collectives, of the
@@ -118,6 +118,13 @@ def scaled_by(cluster: ClusterSpec, theta: Floats) -> ClusterSpec:
         "op_s": launch,
         "backward_op_s": launch,
         "collective_s": collective,
+        "shard_s": collective,
+        "tensor_s": collective,
+        "accumulate_s": launch,
+        "checkpoint_s": launch,
+        "region_s": launch,
+        "pass_forward_s": launch,
+        "pass_backward_s": launch,
         "optimizer_bytes_per_s": 1.0 / optimizer,
         "optimizer_tensor_s": optimizer,
     }

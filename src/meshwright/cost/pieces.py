@@ -20,6 +20,7 @@ from meshwright.cost.collective import (
     strided_shape,
 )
 from meshwright.cost.eight import FP8_ROLES, copies_bytes, linear_seconds
+from meshwright.cost.placed import KINDS, PlaceTimes, place_times
 from meshwright.cost.rates import DeviceRates, attention_flops, device_rates
 from meshwright.layout.context import kv_heads_sent
 from meshwright.layout.layout import LOSS_CHUNKS, Layout
@@ -150,7 +151,8 @@ class Work:
     ``loss`` what the loss keeps of a micro-batch between its forward and its backward. ``captured`` is what a
     micro-batch keeps beside ``kept`` between the two halves of a split backward, ``edge`` gradients at the end of a
     backward, and ``split`` the seconds by which the two halves are longer than the whole; ``weight`` is the part of
-    ``backward`` that the weight half takes.
+    ``backward`` that the weight half takes. ``each`` are seconds of communication on the tensor axis that every stage
+    has, whatever blocks it holds (the embedding's work tells them).
     """
 
     forward: float = 0.0
@@ -175,6 +177,7 @@ class Work:
     edge: float = 0.0
     split: float = 0.0
     weight: float = 0.0
+    each: float = 0.0
     flops: float = 0.0
 
 
@@ -312,6 +315,7 @@ class Pricer:
     precision: str
     rates: DeviceRates
     times: CollectiveTimes
+    placed: PlaceTimes
     kinds: tuple[BlockSpec, ...]
     kind_of: tuple[int, ...]
     frozen: tuple[str, ...] = ()
@@ -356,12 +360,14 @@ class Pricer:
             wide = self._residual_bytes(key)
             read = 2.0 * tokens * self.spec.hidden_size * wide
             table = float(self.spec.vocab_size * self.spec.hidden_size) / key.tp
-            tensor = self._tp_pair(key, 1)
+            r = self.rates
+            # a dense gradient of the table is zeroed, scattered into and added
+            backward = (read + 3.0 * table * wide) / r.copy_rate + 6 * r.backward_op_s + r.accumulate_s
             self._ends[slot] = Work(
-                forward=read / self.rates.copy_rate + 8 * self.rates.op_s,
-                # a dense gradient of the table is zeroed, scattered into and added
-                backward=(read + 3.0 * table * wide) / self.rates.copy_rate + 6 * self.rates.backward_op_s,
-                tensor=tensor,
+                forward=read / r.copy_rate + 8 * r.op_s,
+                backward=backward,
+                tensor=self._tp_end(key, 0.0, 0),
+                each=self._tp_stage(key),
             )
         return self._ends[slot]
 
@@ -401,18 +407,22 @@ class Pricer:
                 forward = LOSS_CHUNKS * (forward + CHUNK_OPS * r.op_s)
                 forward += (norm + logits * (copy + 24.0)) / r.copy_rate + 10 * r.op_s
                 backward = (2.0 * norm + 2.0 * kept_loss) / r.copy_rate + 10 * r.backward_op_s
+            if trained:
+                backward += self._accumulate_s(v * h, 1)
+            backward += self._accumulate_s(h, 1)
+            forward, backward = forward * r.head_scale[0], backward * r.head_scale[1]
             final = saved_final_bytes(self.spec, self.seq_len, key.micro_batch, c, self._residual_bytes(key))
             final /= key.cp  # with sequence-sharded norms too: the last block's output is gathered before it
             self._ends[slot] = Work(
                 forward=forward,
                 backward=backward,
-                tensor=self._tp_pair(key, 1),
+                tensor=self._tp_end(key, tokens, LOSS_CHUNKS if loss == "chunked" else 1),
                 kept=final,
                 final=final,
                 loss=kept_loss,
                 captured=captured,
                 split=0.0 if r.overlaps else self._split_s(21, 0.0 if loss == "chunked" else captured),
-                weight=r.matmul_s(v, tokens, h) if trained and loss != "chunked" else 0.0,
+                weight=r.matmul_s(v, tokens, h) * r.head_scale[1] if trained and loss != "chunked" else 0.0,
                 flops=(6.0 if trained else 4.0) * tokens * h * v,
             )
         return self._ends[slot]
@@ -424,10 +434,51 @@ class Pricer:
         shape = self.tp_shape(key)
         num_bytes = key.micro_batch * self.seq_len / key.cp * self.spec.hidden_size * self.compute_bytes
         if key.sp:
-            gather = float(self.times.seconds("all_gather", num_bytes, shape))
-            scatter = float(self.times.seconds("reduce_scatter", num_bytes, shape))
-            return per_block * 2.0 * (gather + scatter)
-        return per_block * 2.0 * float(self.times.seconds("all_reduce", num_bytes, shape))
+            return per_block * 2.0 * (self._tp_s("pair", num_bytes, shape) + self.rates.region_s)
+        reduce = self._tp_s("reduce", num_bytes, shape)
+        return per_block * 2.0 * (reduce + self.rates.region_s + self._copied_s(num_bytes))
+
+    def _tp_s(self, part: str, num_bytes: float, shape: GroupShape) -> float:
+        """Return seconds of a sum, or of a gather with its scatter, on the tensor axis: in its place if measured."""
+        if self.placed.has(part):
+            return float(self.placed.seconds(part, num_bytes, shape))
+        return sum(float(self.times.seconds(kind, num_bytes, shape)) for kind in KINDS[part])
+
+    def _copied_s(self, num_bytes: float) -> float:
+        """Return the seconds of the copy that is summed in place of a message, where regions are priced."""
+        return 2.0 * num_bytes / self.rates.copy_rate if self.rates.region_s else 0.0
+
+    def _tp_end(self, key: WorkKey, tokens: float, chunks: int) -> float:
+        """Return seconds of tp communication, forward + backward, at an end of the model.
+
+        Where regions are measured, as the engine runs them: one all-reduce, and for each of ``chunks`` of the loss the
+        sums over ``tokens``. Else as a block's half.
+        """
+        if not self.rates.region_s or key.tp < 2:
+            return self._tp_pair(key, 1)
+        shape = self.tp_shape(key)
+        num_bytes = key.micro_batch * self.seq_len / key.cp * self.spec.hidden_size * self.compute_bytes
+        total = self._tp_s("reduce", num_bytes, shape) + self._copied_s(num_bytes) + self.rates.region_s
+        for wide in (4.0, 8.0) if chunks else ():
+            total += chunks * self._tp_s("reduce", wide * tokens / chunks, shape)
+        return total
+
+    def _tp_stage(self, key: WorkKey) -> float:
+        """Return seconds of a stage's two gathers with sp, of tokens behind its blocks and of their gradient before them.
+
+        0 where regions are not measured: ``_tp_end`` has them then.
+        """
+        if not self.rates.region_s or key.tp < 2 or not key.sp:
+            return 0.0
+        num_bytes = key.micro_batch * self.seq_len / key.cp * self.spec.hidden_size * self.compute_bytes
+        # a gather is taken for half of the pair
+        return self._tp_s("pair", num_bytes, self.tp_shape(key)) + 2.0 * self.rates.region_s
+
+    def _accumulate_s(self, numel: float, tensors: int) -> float:
+        """Return the seconds of adding gradients to those that are there, where a probe has measured it."""
+        if not self.rates.accumulate_s:
+            return 0.0
+        return tensors * self.rates.accumulate_s + 3.0 * numel * self.state_bytes / self.rates.copy_rate
 
     def _tp_again(self, block: BlockSpec, key: WorkKey) -> float:
         """Return seconds of tp communication of a block's second forward: all but the sum at its end."""
@@ -436,8 +487,11 @@ class Pricer:
         shape = self.tp_shape(key)
         num_bytes = key.micro_batch * self.seq_len / key.cp * self.spec.hidden_size * self.compute_bytes
         ends = 2.0 if drops_residual(self.spec) or block.norms != "before" else 1.0  # what reads the last sum
+        around = 2.0 * self.rates.region_s  # of four regions, forward only
         if not key.sp:
-            return ends * float(self.times.seconds("all_reduce", num_bytes, shape))
+            return around + ends * (self._tp_s("reduce", num_bytes, shape) + self._copied_s(num_bytes))
+        if self.placed.has("pair"):
+            return around + (1.0 + 0.5 * ends) * self._tp_s("pair", num_bytes, shape)
         gathers = 2.0 * float(self.times.seconds("all_gather", num_bytes, shape))
         return gathers + ends * float(self.times.seconds("reduce_scatter", num_bytes, shape))
 
@@ -458,15 +512,13 @@ class Pricer:
         tokens = key.micro_batch * self.seq_len / key.cp
         # torch's checkpoint stops when the last tensor that backward needs is there: before the block's last product
         stops = not drops_residual(self.spec) and not self.spec.adapter and block.norms == "before"
-        spared = x.products.last if stops else 0.0
-        again_s = {"none": 0.0, "full": x.work.forward - spared}.get(
-            key.recompute,
-            x.work.forward
-            - x.products.forward
-            - x.ahead
-            + x.products.redone
-            - (spared if x.products.last_redone else 0.0),
+        spared, scale = x.products.last if stops else 0.0, self.rates.forward_scale
+        left_out = x.products.forward + x.ahead - x.products.redone
+        left_out += spared if x.products.last_redone else 0.0
+        again_s = {"none": 0.0, "full": x.work.forward - scale * spared}.get(
+            key.recompute, x.work.forward - scale * left_out
         )
+        again_s += self.rates.checkpoint_s if again_s else 0.0
         # what a recomputed forward makes beside what was kept
         again = {"none": 0.0, "full": whole - entry}.get(key.recompute, whole - entry - x.also_saved)
         return replace(
@@ -520,6 +572,13 @@ class Pricer:
         else:
             forward += ops * r.op_s
             backward += nodes * r.backward_op_s
+            shapes = [
+                unit_tensor_shape(t, spec.attention, key.tp, key.ep)
+                for t in block.tensors
+                if t.name not in self.stopped
+            ]
+            backward += self._accumulate_s(float(sum(map(prod, shapes))), len(shapes))
+            forward, backward = forward * r.forward_scale, backward * r.backward_scale
         captured = self._captured(block, tokens, key)
         entry = tokens * spec.hidden_size * self._residual_bytes(key) / (key.tp if key.sp else 1)
         extra, also_saved = self._selective_bytes(block, tokens, key)
@@ -535,7 +594,7 @@ class Pricer:
             captured=captured,
             # a GPU's host walks the graph while earlier kernels run
             split=0.0 if r.overlaps else self._split_s(nodes, captured),
-            weight=products.weight,
+            weight=products.weight * r.backward_scale,
             edge=(4.0 if spec.norm == "rmsnorm" else 2.0) * entry,
             transient=tokens * c * (wide_ones * widest / key.tp + around * spec.hidden_size) + copies,
             inside=tokens * c * ((wide_ones - 2.0) * widest / key.tp + 2.0 * spec.hidden_size) + copies,
@@ -806,6 +865,7 @@ def make_pricer(
         MeshwrightError: E405 when a rate that time needs is not known.
     """
     stopped = frozen_names(spec, frozen)
+    times = collective_times(cluster)
     found: dict[tuple[object, ...], int] = {}
     kinds: list[BlockSpec] = []
     kind_of: list[int] = []
@@ -822,7 +882,8 @@ def make_pricer(
         precision=precision,
         rates=device_rates(cluster, wide_precision(precision)),
         eight=device_rates(cluster, "fp8") if precision in FP8 else None,
-        times=collective_times(cluster),
+        times=times,
+        placed=place_times(cluster, times),
         kinds=tuple(kinds),
         kind_of=tuple(kind_of),
         frozen=tuple(frozen),

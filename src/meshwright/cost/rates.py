@@ -59,6 +59,12 @@ class DeviceRates:
         sustained: seconds of matmuls in long runs over those of short benchmarks, for the generations where it is known.
         memory_rate, element_bytes: of operands that move through memory.
         host_rate: bytes/s to or from pinned host memory; ``disk_read`` and ``disk_write`` of a rank's share of a disk.
+        forward_scale, backward_scale: seconds of a block in its place over those of its pieces; ``head_scale`` forward
+            and backward of head and loss.
+        pass_s: of a micro-batch's pass through a stage beside its parts, forward and backward.
+        accumulate_s: of adding one tensor's gradient to what is there, beside its bytes; ``checkpoint_s`` of a block's
+            recompute beside its second forward; ``region_s`` of what stands around a collective of the tensor axis, in
+            forward and backward together. 0 where nothing has measured them.
         overlaps: whether communication runs beside compute (not on a CPU, where both need the cores).
     """
 
@@ -81,6 +87,13 @@ class DeviceRates:
     disk_read: float
     disk_write: float
     sources: tuple[str, ...]
+    forward_scale: float = 1.0
+    backward_scale: float = 1.0
+    head_scale: tuple[float, float] = (1.0, 1.0)
+    pass_s: tuple[float, float] = (0.0, 0.0)
+    accumulate_s: float = 0.0
+    checkpoint_s: float = 0.0
+    region_s: float = 0.0
 
     def matmul_s(self, m: float, k: float, n: float) -> float:
         """Return the seconds of an [m, k] x [k, n] matmul."""
@@ -185,6 +198,13 @@ def device_rates(cluster: ClusterSpec, precision: str) -> DeviceRates:
         disk_read=device.disk_read.value if device.disk_read else FILE_READ,
         disk_write=device.disk_write.value if device.disk_write else FILE_WRITE,
         sources=tuple(sources),
+        forward_scale=measured.get("forward_in_place", 1.0),
+        backward_scale=measured.get("backward_in_place", 1.0),
+        head_scale=(measured.get("head_forward_in_place", 1.0), measured.get("head_backward_in_place", 1.0)),
+        pass_s=(measured.get("pass_forward_s", 0.0), measured.get("pass_backward_s", 0.0)),
+        accumulate_s=measured.get("accumulate_s", 0.0),
+        checkpoint_s=measured.get("checkpoint_s", 0.0),
+        region_s=measured.get("region_s", 0.0),
     )
 
 

@@ -110,7 +110,8 @@ def step_seconds(tables: Tables, rows: Rows, slot: Slot) -> Timed:
     away = any(is_away(home) for home in homes)
     work, table = _work(tables, rows, slot, TIME), _units(tables, rows, slot, () if away else MOVED)
     splits = rows.flag("schedule", *ALL_SPLIT)[:, None] & (slot.first > 0)
-    work["backward"] = work["backward"] + np.where(splits, work["split"], 0.0)
+    work["forward"] = work["forward"] + pricer.rates.pass_s[0]
+    work["backward"] = work["backward"] + np.where(splits, work["split"], 0.0) + pricer.rates.pass_s[1]
     m, zero = rows.column("accumulation"), rows.column("stage")
     behind = work["backward"] + work["recompute"]
     waits = data_waits(
@@ -248,6 +249,8 @@ def _work(tables: Tables, rows: Rows, slot: Slot, names: tuple[str, ...] = WORK)
         column = (blocks[:, i] @ slot.counts.T)[at[0]]
         column[:, 0] += embeddings[:, i][at[1]]
         column[:, -1] += heads[:, i][at[2]]
+        if name == "tensor":
+            column += embeddings[:, WORK.index("each")][at[1]][:, None]
         out[name] = column
         if name in WORST:
             most = np.where(slot.counts[None] > 0, blocks[:, i][:, None, :], 0.0).max(axis=2)

@@ -20,8 +20,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from meshwright.base.units import KIB, MIB, format_bytes
+from meshwright.cost.pieces import block_operations
 from meshwright.mesh.env import RankFacts
-from meshwright.probe.block import Timing, launches, scaled
+from meshwright.model.read_hf import spec_from_config
+from meshwright.probe.block import TINY, Timing, launches, scaled
+from meshwright.probe.groups import in_groups
+from meshwright.probe.place import references, small_costs
 from meshwright.probe.topology import gpu_topology, memory_bytes, node_name
 
 Points = list[tuple[int, float, float]]
@@ -66,6 +70,11 @@ class Request:
     def link_budget_s(self) -> float:
         """Seconds that one collective on one group may take; a full probe leaves larger sizes out after that."""
         return 0.4 if self.quick else 1.5
+
+    @property
+    def place_budget_s(self) -> float:
+        """Seconds that one comparison of what is measured in its place may take."""
+        return 0.4 if self.quick else 1.0
 
     @property
     def matmul_shapes(self) -> tuple[tuple[int, int, int], ...]:
@@ -273,6 +282,16 @@ class _Probe:
         """Return seconds of one small operation of a decoder block's forward, and of one node of its backward."""
         return launches(self.paired_rate, self.device)
 
+    def in_place(self, op_s: Timing) -> dict[str, Any]:
+        """Return what blocks, recompute, regions and sharded units take in their place (see ``probe.place``)."""
+        budget_s = self.request.place_budget_s
+        spec = spec_from_config(TINY, "tiny", "")
+        operations = block_operations(spec, spec.blocks[0])[0]
+        whole = references(self, budget_s)
+        small = small_costs(self, op_s, operations, budget_s)
+        units, tensors = in_groups(self, budget_s)
+        return {"references": whole, **small, "sharding": units, "tensor": tensors}
+
     def optimizer(self) -> tuple[Timing, Timing]:
         """Return fused AdamW's seconds per byte of master, both moments and gradient, and its seconds per tensor."""
 
@@ -292,6 +311,8 @@ class _Probe:
 
     def agree(self, value: float) -> float:
         """Return the greatest value over all ranks."""
+        if self.facts.world_size == 1:
+            return value
         tensor = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.item()
@@ -313,9 +334,10 @@ class _Probe:
         """Return (bytes, wall seconds, processor seconds) at each size, between pieces of compute.
 
         ``make(bytes)`` gives the real size and the operation (None for a rank that only keeps step). Each repeat is a
-        loop of compute alone, then one of compute and collective, on the slowest rank of the group; the difference of
-        their lower quartiles is reported, since other programs only ever make a repeat longer. All ranks agree on the
-        numbers of calls; ``halves`` is the number of messages one call stands for.
+        loop of compute alone, then one of compute and collective, on the slowest rank of the group. Reported is the
+        difference of their lower quartiles, since other programs only ever make a repeat longer; of processor seconds
+        the difference of their means, which a step of many calls pays. All ranks agree on the numbers of calls;
+        ``halves`` is the number of messages one call stands for.
         """
         points: Points = []
         work = self.between()
@@ -348,8 +370,8 @@ class _Probe:
                 dist.all_reduce(wall, op=dist.ReduceOp.MAX, group=group)
                 dist.all_reduce(used, group=group)
                 slowest, spent = [
-                    max(undisturbed(x[repeats:].tolist()) - undisturbed(x[:repeats].tolist()), 1e-6)
-                    for x in (wall, used / group_size(group))
+                    max(typical(x[repeats:].tolist()) - typical(x[:repeats].tolist()), 1e-6)
+                    for x, typical in ((wall, undisturbed), (used / group_size(group), statistics.fmean))
                 ]
                 points.append((made[0], slowest / halves, spent / halves))
             spent_s = self.agree(time.perf_counter() - begin)
@@ -496,6 +518,10 @@ def measure(facts: RankFacts, request: Request) -> list[dict[str, Any]]:
     copy, elementwise = probe.memory()
     op_s, backward_op_s = probe.overhead()
     optimizer_byte_s, optimizer_tensor_s = probe.optimizer()
+    in_place: dict[str, Any] | None = None
+    if probe.device.type == "cpu":
+        probe.say("blocks, hooks and sharded units in their place")
+        in_place = probe.in_place(op_s)
     links: list[tuple[list[int], str, Points]] = []
     pairs: dict[tuple[int, int], float] = {}
     if facts.world_size > 1:
@@ -517,6 +543,7 @@ def measure(facts: RankFacts, request: Request) -> list[dict[str, Any]]:
         "backward_op_s": backward_op_s,
         "optimizer_byte_s": optimizer_byte_s,
         "optimizer_tensor_s": optimizer_tensor_s,
+        "in_place": in_place,
         "links": links,
         "pairs": pairs,
     }

@@ -14,7 +14,9 @@ from typing import Any
 from meshwright.cluster.load import cluster_from_probe
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.fast import columns
+from meshwright.cost.in_place import MEASURED, in_place_figures
 from meshwright.cost.pieces import make_pricer
+from meshwright.cost.placed import TENSOR_PARTS, UNIT_PARTS
 from meshwright.layout.batch import Batch
 from meshwright.layout.layout import Layout
 from meshwright.model.spec import ModelSpec
@@ -50,8 +52,35 @@ def processor_view(probe: Mapping[str, Any]) -> dict[str, Any]:
     for one in view["links"]:
         for point in one["points"]:
             point["time_s"] = point["processor_s"]
+    _even([(f"{x['collective']}/{len(x['ranks'])}", x["points"]) for x in view["links"]], ("time_s",))
     view["cores"] = float(view["world_size"])
+    placed = view.pop("in_place", None)
+    if placed is not None:
+        for kind, parts in (("sharding", UNIT_PARTS), ("tensor", TENSOR_PARTS)):
+            groups = placed.get(kind, [])
+            for point in (p for one in groups for p in one["points"]):
+                point |= {f"{part}_s": point[f"{part}_processor_s"] for part in parts}
+            _even([(str(len(x["ranks"])), x["points"]) for x in groups], [f"{part}_s" for part in parts])
+        for row in placed["references"]:
+            row |= {f"{name}_s": row[f"{name}_processor_s"] for name in MEASURED}
+        view["in_place"] = placed | in_place_figures(cluster_from_probe(view), placed["references"])
     return view
+
+
+def _even(found: Sequence[tuple[str, list[dict[str, Any]]]], names: Sequence[str]) -> None:
+    """Set figures of points of groups that are alike (name, points) to their mean over the groups, in place.
+
+    In wall seconds the slowest group paces a step; in processor seconds each group pays its own.
+    """
+    alike: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for name, points in found:
+        for point in points:
+            alike.setdefault((name, int(point["bytes"])), []).append(point)
+    for points in alike.values():
+        for name in names:
+            mean = statistics.fmean(p[name] for p in points)
+            for point in points:
+                point[name] = mean
 
 
 def processor_cluster(probe: Mapping[str, Any], name: str = "probed") -> ClusterSpec:

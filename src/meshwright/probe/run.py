@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
+from meshwright.cluster.load import PROBE_FORMAT, cluster_from_probe
+from meshwright.cost.in_place import ONCE, REFERENCES, in_place_figures
 from meshwright.mesh import env
 from meshwright.mesh.launch import run_local
 from meshwright.probe.fit import advice, crossover_bytes, link, ring_order
@@ -160,6 +163,9 @@ def assemble(
     once_s = {
         name: both(lambda r, name=name: r[name]) for name in ("op_s", "backward_op_s", "optimizer_tensor_s")
     }
+    placed = all(r.get("in_place") for r in ranks)
+    if placed:
+        once_s |= {name: both(lambda r, name=name: r["in_place"][name]) for name in ONCE}
     memory, overhead = (
         [{f"{name}_bytes_per_s": 1 / byte_s[name][i] for name in names} for i in range(2)]
         for names in (("copy", "elementwise"), ("optimizer",))
@@ -167,7 +173,8 @@ def assemble(
     for i in range(2):
         overhead[i] |= {name: timing[i] for name, timing in once_s.items()}
     nodes = describe_nodes([r["host"] for r in ranks])
-    return {
+    probe: dict[str, Any] = {
+        "format": PROBE_FORMAT,
         "device": ranks[0]["device"],
         "world_size": world_size,
         "backend": backend,
@@ -209,3 +216,51 @@ def assemble(
             broadcast_below_bytes=below,
         ),
     }
+    return probe | ({"in_place": _in_place(ranks, probe, both, share)} if placed else {})
+
+
+def _in_place(
+    ranks: Sequence[Mapping[str, Any]],
+    probe: Mapping[str, Any],
+    both: Callable[[Callable[[Mapping[str, Any]], tuple[float, float]]], tuple[float, float]],
+    share: float | None,
+) -> dict[str, Any]:
+    """Return the JSON of what was measured in its place: factors of its parts on their pieces, and sharded units.
+
+    A group's units are the mean over its ranks: each has its own share of the work in the whole group's time.
+    """
+    rows: list[dict[str, Any]] = []
+    for i, one in enumerate(REFERENCES):
+        row: dict[str, Any] = asdict(one)
+        for name in ranks[0]["in_place"]["references"][i]:
+            timing = both(lambda r, i=i, name=name: r["in_place"]["references"][i][name])
+            row |= {f"{name}_s": timing[0], f"{name}_processor_s": timing[1]}
+        rows.append(row)
+    return {
+        **in_place_figures(cluster_from_probe(probe), rows),
+        "references": rows,
+        "sharding": _of_groups(ranks, "sharding", share),
+        "tensor": _of_groups(ranks, "tensor", share),
+    }
+
+
+def _of_groups(ranks: Sequence[Mapping[str, Any]], name: str, share: float | None) -> list[dict[str, Any]]:
+    """Return each group's points, means over its ranks."""
+    groups: dict[tuple[int, ...], list[Any]] = {}
+    for rank in ranks:
+        for group, points in rank["in_place"][name]:
+            groups.setdefault(tuple(group), []).append(points)
+    return [{"ranks": list(group), "points": _points(found, share)} for group, found in groups.items()]
+
+
+def _points(rows: Sequence[Sequence[Any]], share: float | None) -> list[dict[str, Any]]:
+    points: list[dict[str, Any]] = []
+    for alike in zip(*rows, strict=True):
+        point: dict[str, Any] = {"bytes": alike[0].num_bytes}
+        for part in alike[0].seconds:
+            for i, key in enumerate((f"{part}_s", f"{part}_processor_s")):
+                point[key] = statistics.fmean(x.seconds[part][i] for x in alike)
+        if share is not None and "unit_s" in point:  # hooks do not wait for other ranks
+            point["unit_s"] = point["unit_processor_s"] / share
+        points.append(point)
+    return points
