@@ -14,6 +14,7 @@ Communication: after the last micro-batch one all_reduce of each unit's gradient
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
@@ -140,6 +141,13 @@ class _End(torch.autograd.Function):
         return None, *grads
 
 
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call a method of a unit that lives; its parameters' hooks must not keep it alive (see ``Replicate``)."""
+    found = method()
+    if found is not None:
+        found()
+
+
 class Away(Replicate):
     """``Replicate`` with parameters that rest away from the device; see the module.
 
@@ -184,7 +192,7 @@ class Away(Replicate):
         self._next = len(self.units) - 1
         for unit in self.units:
             for p, master in zip(unit.params, unit._trained(), strict=True):
-                p.register_hook(lambda grad, unit=unit: unit.attach())
+                p.register_hook(lambda _, attach=weakref.WeakMethod(unit.attach): _call(attach))
                 self._handles.append(p.register_post_accumulate_grad_hook(self._hook(unit, id(master))))
         root.register_forward_pre_hook(self._before_root)
         for i, block in enumerate(blocks):
@@ -287,20 +295,16 @@ class Away(Replicate):
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
-    def _hook(self, unit: FlatUnit, key: int) -> Callable[[Tensor], None]:
+    def _on_gradient(self, unit: FlatUnit, key: int) -> None:
         assert isinstance(unit, AwayUnit)
-
-        def on_gradient(_: Tensor) -> None:
-            self.reached.add(key)
-            unit.pending -= 1
-            if unit.pending > 0:
-                return
-            if self.sync:
-                self._launch_ready()
-            else:
-                unit.send_gradients()
-
-        return on_gradient
+        self.reached.add(key)
+        unit.pending -= 1
+        if unit.pending > 0:
+            return
+        if self.sync:
+            self._launch_ready()
+        else:
+            unit.send_gradients()
 
     def _launch(self, unit: FlatUnit) -> None:
         assert isinstance(unit, AwayUnit)

@@ -11,6 +11,7 @@ rank, whatever parameters a rank's data happened to use.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -96,16 +97,30 @@ class Replicate:
         ]
 
     def _hook(self, unit: FlatUnit, key: int) -> Callable[[Tensor], None]:
+        """Return the hook of one parameter. It holds nothing: torch keeps a tensor's hooks where no collector looks.
+
+        A hook that held this object would hold the parameters too, and with them the process groups and their threads,
+        for as long as the process lives.
+        """
+        owner, its_unit = weakref.ref(self), weakref.ref(unit)
+
         def on_gradient(_: Tensor) -> None:
-            self.reached.add(key)
-            if self.sync and self.reduces:
-                if self._finish_with_backward and self._next == len(self.units) - 1 and not self._queued:
-                    self._queued = True
-                    queue_after_backward(self._end_of_backward)
-                unit.pending -= 1
-                self._launch_ready()
+            engine, unit = owner(), its_unit()
+            if engine is None or unit is None:
+                raise RuntimeError("backward of a model whose data parallelism is gone: keep the model it was made for")
+            engine._on_gradient(unit, key)
 
         return on_gradient
+
+    def _on_gradient(self, unit: FlatUnit, key: int) -> None:
+        """Note that a backward has completed the gradient of one parameter of ``unit``."""
+        self.reached.add(key)
+        if self.sync and self.reduces:
+            if self._finish_with_backward and self._next == len(self.units) - 1 and not self._queued:
+                self._queued = True
+                queue_after_backward(self._end_of_backward)
+            unit.pending -= 1
+            self._launch_ready()
 
     def _launch_ready(self) -> None:
         while self._next >= 0 and self.units[self._next].pending <= 0:
