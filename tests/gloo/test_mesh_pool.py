@@ -6,8 +6,10 @@ import faulthandler
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
+from proofs import SMALL, prove
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.mesh.pool import RankPool
@@ -83,6 +85,19 @@ def look_at_state(rank: int, world_size: int) -> tuple[int, float, str, int]:
     )
 
 
+def what_is_held(rank: int, world_size: int) -> tuple[dict[str, int], int]:
+    """Return the number of this process's threads by name, and of the parameters that live in it."""
+    import collections
+    import gc
+
+    import torch
+
+    tasks = Path("/proc/self/task")
+    names = (folder.joinpath("comm").read_text().strip() for folder in tasks.iterdir())
+    held = [x for x in gc.get_objects() if issubclass(type(x), torch.nn.Parameter)]
+    return dict(collections.Counter(names)), len(held)
+
+
 def tensor_result(rank: int, world_size: int) -> object:
     import torch
 
@@ -103,6 +118,15 @@ def test_a_job_leaves_no_state_to_the_next(pool: RankPool) -> None:
     assert [p[0] for p in pids] == first  # the same processes
     assert pids[0][1:] == pids[1][1:]
     assert pids[0][2:] == ("torch.float32", 1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=3", "tp=2", "dp=2,offload=parameters"])
+def test_a_model_that_is_gone_leaves_no_group_and_no_thread(pool: RankPool, layout: str) -> None:
+    """Hooks on parameters and caches of meshes hold nothing: each group kept is seven threads that wake up all day."""
+    before = pool.run(what_is_held, 2)
+    assert prove(pool, layout, config=SMALL | {"num_hidden_layers": 1}, steps=1, seq_len=8)["passed"]
+    assert pool.run(what_is_held, 2) == before
 
 
 def test_an_exception_names_its_own_rank_first_and_the_pool_lives_on(pool: RankPool) -> None:

@@ -138,3 +138,69 @@ def test_packing_changes_the_loss(pool: Any) -> None:
     on = prove(pool, "dp=1", config=LLAMA, packed=True, steps=1)
     off = prove(pool, "dp=1", config=LLAMA, packed=True, steps=1, joined=True)
     assert abs(on["loss"]["reference"][0] - off["loss"]["reference"][0]) > 1e-4
+
+
+PADDED = ((3, 4), (5, 8))
+"""Real tokens of two documents, and the lengths that they are padded to: rows of 12 tokens, 6 on each of two ranks."""
+
+
+def _padded_logits(rank: int, world: int, config: dict[str, Any], styles: tuple[str, ...]) -> list[Any]:
+    """Return per style this rank's positions and logits [1, L, V] of the padded documents in one row."""
+    import torch
+
+    from meshwright.mesh.device_mesh import build_mesh
+    from meshwright.model.read_hf import spec_from_config
+    from meshwright.parallel.apply import apply_plan
+    from meshwright.program.make import make_plan
+
+    spec = spec_from_config(config, "padded")
+    ids, places = _padded_row()
+    out: list[Any] = []
+    for style in styles:
+        layout = parse_layout(f"cp={world},cp_style={style},precision=fp64")
+        plan = make_plan(spec, layout, 1, ids.shape[-1], "padded")
+        model = apply_plan(plan, spec, build_mesh(plan.layout, rank), seed=0)
+        axis = model.context
+        assert axis is not None
+        with torch.no_grad():
+            out.append((axis.positions, model.stages[0].logits(axis.part(ids, 0), places)))
+    return out
+
+
+def _padded_row() -> tuple[Any, Any]:
+    """Return the token ids and the positions [1, 12] of the documents of ``PADDED``; the padding is token 0."""
+    import torch
+
+    ids = torch.zeros(1, sum(padded for _, padded in PADDED), dtype=torch.int64)
+    places = torch.cat([torch.arange(padded) for _, padded in PADDED])[None]
+    at = 0
+    for number, (real, padded) in enumerate(PADDED):
+        ids[0, at : at + real] = torch.arange(1, real + 1) * (number + 2)
+        at += padded
+    return ids, places
+
+
+def test_h77_real_tokens_of_padded_documents_have_their_own_logits(pool: Any) -> None:
+    """H77: documents of 3 and 5 padded to 4 and 8 over two ranks: each real token's logits are those of its document alone.
+
+    Positions go up to 7, beyond the 6 tokens of a rank: a table of rotations cut to the local length, or one that counts
+    real instead of padded lengths, gives other logits. Ring and Ulysses; rotations (Llama) and a learned table (GPT-2).
+    """
+    import torch
+
+    from meshwright.parallel.build import build_model
+
+    ids, _ = _padded_row()
+    for config in (LLAMA, GPT2):
+        alone = build_model(config, seed=0, dtype=torch.float64).eval()
+        found = pool.run(_padded_logits, 2, config, ("ring", "ulysses"))
+        for parts in zip(*found, strict=True):  # of both ranks, per style
+            whole = torch.empty(ids.shape[-1], parts[0][1].shape[-1], dtype=torch.float64)
+            for positions, logits in parts:
+                whole[positions] = logits[0]
+            at = 0
+            for real, padded in PADDED:
+                with torch.no_grad():
+                    want = alone(input_ids=ids[:, at : at + real], use_cache=False).logits[0]
+                assert float((whole[at : at + real] - want).abs().max()) <= 1e-12 * float(want.abs().max())
+                at += padded

@@ -122,6 +122,25 @@ def test_h107_a_saved_adapter_is_one_devices_in_every_layout(job, tmp_path, layo
         assert (cut[key] - want).abs().max() <= 1e-9 * want.abs().max(), key
 
 
+def test_h120_the_record_says_which_checkpointing_runs_and_adapters_learn_beside_it(job):
+    """H120: nobody sets the flag a second time: a run file has none, run.json has the one in use, gradients are equal.
+
+    The embedding is frozen. torch's re-entrant form leaves the factors of recomputed blocks without a gradient there.
+    """
+    for name, layout in (("kept", "dp=1"), ("again", "dp=1,recompute=full")):
+        job.run(f"{layout},precision=fp64", name, sets=[*LORA, "run.steps=2", "run.eval_every=0"])
+    record = [json.loads((job.folder / name / "run.json").read_text()) for name in ("kept", "again")]
+    assert record[0]["recompute"] is None
+    assert record[1]["recompute"] == {"mode": "full", "use_reentrant": False}
+    for kept, again in zip(job.metrics("kept"), job.metrics("again"), strict=True):
+        assert kept["grad_norm"] > 0
+        assert again["grad_norm"] == pytest.approx(kept["grad_norm"], rel=1e-12)
+        assert again["loss"] == pytest.approx(kept["loss"], abs=1e-12)
+    with pytest.raises(MeshwrightError) as refused:
+        job.run("dp=1,recompute=full", "own", sets=["run.use_reentrant=true"])
+    assert {p.code for p in refused.value.problems} == {"E104"}  # no such key
+
+
 def test_initial_factors_do_not_depend_on_the_layout(job):
     for name, layout in (("a", "dp=1"), ("b", "dp=2,zero=3,pp=2")):
         job.run(

@@ -107,6 +107,10 @@ def test_every_command_speaks_json() -> None:
         (["train", "nowhere.yaml"], "E100", ""),
         (["inspect", "nowhere"], "E120", ""),
         (["explain", "E988"], "E455", ""),
+        (["explain", "e21"], "E455", "E210"),
+        (["explain", "E21333"], "E455", "E213"),
+        (["train", "x.yaml", "--layout", "dp=2", "--set", "layout=dp=3"], "E864", "one of the two"),
+        (["prove", "x.yaml", "--layout", "dp=2", "--set", "layout=dp=3"], "E864", "one of the two"),
         (["init", LLAMA, "--out", "no/such/folder/run.yaml"], "E867", "another path"),
         ([*PLAN, "--out", "no/such/folder/plan.json"], "E867", "another path"),
     ],
@@ -340,3 +344,16 @@ def test_every_code_has_its_page(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = answer(capsys, "explain", "--all-markdown")
     assert re.findall(r"^## ([EW]\d{3}): ", out, re.M) == sorted(CODES)
     assert all(CODES[code].title in out for code in CODES)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [(["--seq-len", "nan"], "'nan': "), (["--seq-len=0"], "'0': "), (["--seq-len", "1", "--seq-len", "x"], "")],
+)
+def test_a_value_of_the_wrong_kind_is_shown(
+    capsys: pytest.CaptureFixture[str], given: list[str], shown: str
+) -> None:
+    _, found = answer_json(capsys, "inspect", LLAMA, *given)
+    first = found["problems"][0]
+    assert (first["code"], first["where"]) == ("E863", "meshwright inspect --seq-len")
+    assert first["found"].startswith(f"{shown}Input should be")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -45,7 +46,7 @@ def explain(
         raise MeshwrightError(
             problem("E862", where="meshwright explain", found="there is nothing to explain", needs=needs)
         )
-    if re.fullmatch(r"[EWew][0-9]{3}", target):
+    if re.fullmatch(r"[EWew][0-9]{1,5}", target) and not Path(target).exists():
         options = {
             "--rank": rank,
             "--layout": layout,

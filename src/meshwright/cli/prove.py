@@ -10,6 +10,7 @@ import typer
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.cli.options import Adapter, Freeze, Json, MaybeGlobalBatch, MaybeLayout, MaybeSeqLen, Sets
 from meshwright.cli.output import check_writable, show_json, show_line, show_warnings, table
+from meshwright.cli.target import one_layout
 
 
 class Precision(StrEnum):
@@ -150,6 +151,7 @@ def _resolved(
         if layout is None:
             raise MeshwrightError(problem("E862", where=where, found="--layout is missing"))
         return None, layout
+    one_layout("prove", {"--layout": layout}, sets)
     from meshwright.config.load import load_run
     from meshwright.config.resolve import resolve
 

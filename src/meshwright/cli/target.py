@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,20 @@ if TYPE_CHECKING:
     from meshwright.program.plan import Plan
 
 DEFAULT_SEQ_LEN = 2048
+
+
+def one_layout(command: str, options: Mapping[str, str | None], sets: Iterable[str]) -> None:
+    """Refuse a layout that is said twice, as an option and with ``--set``: one of the two would be passed over.
+
+    Raises:
+        MeshwrightError: E864.
+    """
+    given = [name for name, value in options.items() if value is not None]
+    if given and any(text.partition("=")[0].strip() == "layout" for text in sets):
+        found = f"--set layout and {given[0]}"
+        raise MeshwrightError(
+            problem("E864", where=f"meshwright {command}", found=found, do="give one of the two")
+        )
 
 
 def plan_of(

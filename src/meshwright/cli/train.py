@@ -10,6 +10,7 @@ from meshwright.base.errors import MeshwrightError, problem
 from meshwright.cli.faults import RUN_FOLDER
 from meshwright.cli.options import Json, MaybeLayout, Nproc, Sets
 from meshwright.cli.output import show_json, show_line, show_warnings
+from meshwright.cli.target import one_layout
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN.yaml", help="The run file (YAML, JSON or TOML).", show_default=False)
@@ -49,6 +50,7 @@ def train(
         raise MeshwrightError(
             problem("E864", where="meshwright train", found=found, do="give one of the two")
         )
+    one_layout("train", {"--layout": layout, "--plan": plan}, sets or ())
     from meshwright.config.load import load_run
     from meshwright.config.resolve import resolve
 

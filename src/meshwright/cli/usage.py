@@ -19,7 +19,7 @@ def usage_error() -> type[Exception]:
 
 def usage_problems(error: Any, args: Sequence[str]) -> list[Problem]:
     """Return what the user wrote wrongly on the command line; every missing option at once."""
-    found = [_usage_problem(error)]
+    found = [_usage_problem(error, args)]
     if type(error).__name__ != "MissingParameter" or getattr(error, "ctx", None) is None:
         return found
     written = {arg.partition("=")[0] for arg in args}
@@ -35,7 +35,7 @@ def _command_of(context: Any) -> str:
     return context.command_path.removeprefix("meshwright").strip()
 
 
-def _usage_problem(error: Any) -> Problem:
+def _usage_problem(error: Any, args: Sequence[str]) -> Problem:
     kind = type(error).__name__
     context = getattr(error, "ctx", None)
     command = _command_of(context) if context else ""
@@ -62,7 +62,7 @@ def _usage_problem(error: Any) -> Problem:
         return problem(
             "E863",
             where=f"{where} {name}".strip(),
-            found=_sentence(error.message).removeprefix("Value error, "),
+            found=_with_value(_sentence(error.message).removeprefix("Value error, "), param, args),
             do=seek,
         )
     extra = re.match(r"Got unexpected extra argument(?:s|\(s\))? \((.+)\)", message)
@@ -82,6 +82,14 @@ def _unknown_option(error: Any, context: Any, where: str, seek: str) -> Problem:
     found = f"there is no option {error.option_name}"
     do = f"did you mean {' | '.join(close)}?" if close else seek
     return problem("E861", where=where, found=found, needs=f"one of {', '.join(options)}", do=do)
+
+
+def _with_value(said: str, param: Any, args: Sequence[str]) -> str:
+    """Return what the parser said of an option's value, with that value in front where it left it out."""
+    options = [name for name in getattr(param, "opts", ()) if name.startswith("-")]
+    given = [after for arg, after in zip(args, args[1:], strict=False) if arg in options]
+    given += [arg.partition("=")[2] for arg in args if "=" in arg and arg.partition("=")[0] in options]
+    return f"{given[0]!r}: {said}" if len(given) == 1 and given[0] not in said else said
 
 
 def _name(param: Any) -> str:

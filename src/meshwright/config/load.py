@@ -246,7 +246,8 @@ def _unknown(dotted: str, where: str) -> Problem:
     if section in parts:
         guesses.update({f"{section}.{name}": "" for name in nearest(leaf, parts[section].model_fields)})
     if elsewhere:
-        guesses = {_ELSEWHERE[elsewhere]: elsewhere} | guesses
+        there = {_ELSEWHERE[elsewhere]: elsewhere}
+        guesses = there | guesses if elsewhere == leaf else guesses | there  # a near miss of the section's own comes first
     leaves = {key.rpartition(".")[2]: key for key in keys} | {name: name for name in parts}
     if not guesses:
         guesses = {leaves[name]: "" for name in nearest(leaf, leaves, 2)}

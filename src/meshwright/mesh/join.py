@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem, refuse
-from meshwright.mesh import env
+from meshwright.mesh import env, out_of_memory
 from meshwright.mesh.env import RankFacts
 from meshwright.mesh.rank_process import as_text, report_error
 
@@ -134,4 +134,5 @@ def _told(error: Exception, facts: RankFacts) -> MeshwrightError | None:
     where = f"rank {facts.rank}" + (f" ({at})" if at else "")
     waits = f"in {report.waiting}: " if report.waiting else ""
     line = report.message.splitlines()[0][:300]
-    return MeshwrightError(problem(code, where=where, found=f"{waits}{line}"), ExitCode.ENVIRONMENT)
+    more = out_of_memory.told(report.message) if report.cause == "memory" else {}
+    return MeshwrightError(problem(code, where=where, found=f"{waits}{line}", **more), ExitCode.ENVIRONMENT)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
-from meshwright.mesh import env
+from meshwright.mesh import env, out_of_memory
 from meshwright.mesh.env import RankFacts
 from meshwright.mesh.join import run_joined
 from meshwright.mesh.rank_process import (
@@ -531,7 +531,8 @@ def _as_error(
         return LostRank([_hang(reports, jobs, timeout_s, finished, positions)], first.rank)
     code = _CODES.get(first.cause, "E510")
     line = first.message.splitlines()[0][:400]
-    told = [problem(code, where=where, found=f"{first.type_name}: {line} (log: {log})")]
+    more = out_of_memory.told(first.message) if first.cause == "memory" else {}
+    told = [problem(code, where=where, found=f"{first.type_name}: {line} (log: {log})", **more)]
     if code in ("E511", "E514", "E575"):
         return LostRank(told, first.rank)
     return MeshwrightError(told, ExitCode.FAULT if code == "E510" else ExitCode.ENVIRONMENT)

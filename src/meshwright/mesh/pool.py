@@ -176,4 +176,27 @@ def _forget() -> None:
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
+    _forget_meshes()
     gc.collect()
+
+
+def _forget_meshes() -> None:
+    """Empty DTensor's caches: their entries hold the meshes of earlier jobs, and with those their groups' threads.
+
+    The names are torch 2.13's; a version that has others keeps what it caches.
+    """
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:
+        return
+    with contextlib.suppress(AttributeError, ImportError):
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]
+    with contextlib.suppress(AttributeError, ImportError):
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+        ShardingPropagator._propagate_tensor_meta_cached.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    with contextlib.suppress(AttributeError, ImportError):
+        from torch.distributed.tensor import _redistribute
+
+        _redistribute._gen_transform_infos.cache_clear()  # pyright: ignore[reportPrivateUsage]

@@ -9,10 +9,17 @@ from meshwright.layout.precision import precision_table
 from meshwright.orchestrate.elastic import Restart
 from meshwright.orchestrate.preparing import Show
 from meshwright.orchestrate.proving import write_json
+from meshwright.parallel.recompute import REENTRANT
 from meshwright.program.plan import Plan
 from meshwright.program.plan_file import plan_to_dict, save_plan
 from meshwright.train.metrics import write_event
 from meshwright.train.task import TrainTask
+
+
+def recompute_record(plan: Plan) -> dict[str, Any] | None:
+    """Return how blocks are recomputed, for ``run.json``; None where none is."""
+    mode = plan.layout.recompute
+    return None if mode == "none" else {"mode": mode, "use_reentrant": REENTRANT}
 
 
 class Book:
@@ -48,6 +55,7 @@ class Book:
             "plan": plan_to_dict(plan),
             "plan_hash": plan.hash,
             "precision_table": precision_table(plan.layout).rows(),
+            "recompute": recompute_record(plan),
             "prediction": plan.prediction.as_dict() if plan.prediction else None,
         }
         self.begin(plan, None)

@@ -28,7 +28,7 @@ from meshwright.orchestrate.data_rules import data_problems, last_step
 from meshwright.orchestrate.elastic import goes_on, restart_notes, smaller_plan, survive, torchrun_restart
 from meshwright.orchestrate.preparing import Prepared, Show, device_type, prepare, threads_of_rank
 from meshwright.orchestrate.proving import write_json
-from meshwright.orchestrate.record import Book
+from meshwright.orchestrate.record import Book, recompute_record
 from meshwright.orchestrate.run_folder import (
     folder_problems,
     locked,
@@ -241,6 +241,7 @@ def _first_record(task: TrainTask) -> dict[str, Any]:
         "origins": dict(run.origins),
         "versions": versions(),
         "precision_table": precision_table(plan.layout).rows(),
+        "recompute": recompute_record(plan),
         "data": {"hash": data.hash, "report": data.report, "tokenizer": str(data.tokenizer_file)},
         "prediction": plan.prediction.as_dict() if plan.prediction else None,
         "measurement": None,

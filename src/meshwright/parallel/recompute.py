@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -25,6 +25,10 @@ from torch.utils.checkpoint import (
 )
 
 from meshwright.parallel.halves import Halves
+
+REENTRANT: Final = False
+"""torch's older form of checkpointing is never used: a block whose input needs no gradient, as behind a frozen
+embedding, would get none there. ``run.json`` says so of a run that recomputes."""
 
 ATTENTION_OPS = {
     "_scaled_dot_product_flash_attention_for_cpu": 3,
@@ -110,4 +114,4 @@ def _forward(
         return forward(*args, **kwargs)
     if halves is not None:
         return halves.run(forward, contexts, args, kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=REENTRANT, context_fn=contexts, **kwargs)

@@ -138,8 +138,9 @@ SIGABRT and SIGSEGV come from inside a library, and the rank's log file has the 
         do="lower the micro-batch, recompute, shard more (zero, tp, pp), or use meshwright plan to see what fits",
         page="""The allocator of the device (or of the machine, on CPUs) could not give a rank what it asked for.
 `meshwright plan` predicts the peak of every rank and says which category is largest.
-A job whose allocated bytes are far below the limit while reserved bytes reach it suffers from fragmentation, not
-from a real shortage.""",
+Where the allocator's message has its figures, the report says which of three it was: fragmentation (as much as was
+asked for is unused, but in pieces: set PYTORCH_ALLOC_CONF=expandable_segments:True), other processes that hold what
+is missing (end them), or a true shortage (the cures above).""",
     ),
     CodeInfo(
         code="E513",
