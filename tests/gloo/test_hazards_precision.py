@@ -167,3 +167,20 @@ def test_h96_bf16_parameters_without_a_full_copy_are_refused(pool):
 def test_h97_unlike_modules_are_refused_before_any_broadcast(pool, change, where, found):
     """H97: another dtype, shape or name on one rank is refused on all, with the tensor and both sides."""
     assert pool.run(own_module, 2, "dp=2,precision=fp32", change) == [[("E558", where, found)]] * 2
+
+
+def low_gradients(rank, world, mode):
+    rig = Rig(rank, f"dp=2,zero=3,precision=bf16,recompute={mode}")
+    found = {}
+    rig.step(1, on_gradients=lambda _: found.update(rig.gradients()))
+    return found
+
+
+def test_h116_recompute_runs_in_the_dtype_of_the_forward(pool):
+    """H116: under FSDP2's own casts to bf16, gradients with recompute are those without, bit for bit."""
+    kept = pool.run(low_gradients, 2, "none")
+    for mode in ("full", "selective"):
+        for want, got in zip(kept, pool.run(low_gradients, 2, mode), strict=True):
+            assert want.keys() == got.keys()
+            assert all(torch.equal(want[name], got[name]) for name in want)
+    assert any(bool(g.any()) for g in kept[0].values())

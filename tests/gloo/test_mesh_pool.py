@@ -86,7 +86,7 @@ def look_at_state(rank: int, world_size: int) -> tuple[int, float, str, int]:
 
 
 def what_is_held(rank: int, world_size: int) -> tuple[dict[str, int], int]:
-    """Return the number of this process's threads by name, and of the parameters that live in it."""
+    """Return the number of this process's threads of process groups and stores, and of the parameters that live in it."""
     import collections
     import gc
 
@@ -95,7 +95,7 @@ def what_is_held(rank: int, world_size: int) -> tuple[dict[str, int], int]:
     tasks = Path("/proc/self/task")
     names = (folder.joinpath("comm").read_text().strip() for folder in tasks.iterdir())
     held = [x for x in gc.get_objects() if issubclass(type(x), torch.nn.Parameter)]
-    return dict(collections.Counter(names)), len(held)
+    return dict(collections.Counter(n for n in names if "gloo" in n or "tcpstore" in n)), len(held)
 
 
 def tensor_result(rank: int, world_size: int) -> object:

@@ -45,11 +45,16 @@ def train(folder: Path, layout: str, name: str, *sets: str, **options: Any) -> l
     return [json.loads(line) | {"said": said} for line in lines]
 
 
+def told(folder: Path, layout: str, *sets: str) -> list[str]:
+    """Return what a run says before its first step; it ends there."""
+    run = resolve(load_run(str(folder / "run.yaml"), [f"run.dir={folder / 'never'}", *sets]), layout=layout)
+    said: list[str] = []
+    train_command(run, layout=layout, show=said.append, dry_run=True)
+    return said
+
+
 def losses(records: list[dict[str, Any]]) -> list[tuple[float, float, int]]:
     return [(r["loss"], r["grad_norm"], r["valid_tokens"]) for r in records]
-
-
-ULYSSES = pytest.param("cp=2,cp_style=ulysses", marks=pytest.mark.slow)
 
 
 def equal(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> None:
@@ -61,13 +66,23 @@ def equal(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> None:
     assert one[-1]["eval_loss"] == pytest.approx(two[-1]["eval_loss"], rel=1e-9)
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "pp=2", "tp=2", "dp=2,zero=3", "cp=2", ULYSSES])
-def test_h152_h62_packed_conversations_train_alike_in_every_layout(folder: Path, layout: str) -> None:
-    """H152: a rank's rows follow its data coordinate; H62: later stages know the documents. Losses in float64."""
+def alike(folder: Path, layouts: tuple[str, ...]) -> None:
+    """Hold the run of each layout, in float64, against the one of one device."""
     alone = train(folder, "dp=1,precision=fp64", "one")
     assert json.loads((folder / "one" / "run.json").read_text())["data"]["report"]["rows"] == "pack"
     assert alone[0]["valid_tokens"] < 4 * 192  # answers only
-    equal(alone, train(folder, f"{layout},precision=fp64", "two"))
+    for layout in layouts:
+        equal(alone, train(folder, f"{layout},precision=fp64", layout))
+
+
+def test_h152_h62_packed_conversations_train_alike_in_every_layout(folder: Path) -> None:
+    """H152: a rank's rows follow its data coordinate; H62: later stages know the documents. Losses in float64."""
+    alike(folder, ("dp=2,zero=3", "pp=2", "tp=2", "cp=2"))
+
+
+@pytest.mark.slow
+def test_h152_h62_packed_conversations_in_more_layouts(folder: Path) -> None:
+    alike(folder, ("dp=2", "cp=2,cp_style=ulysses"))
 
 
 def test_h75_packed_rows_train_as_their_documents_apart(folder: Path) -> None:
@@ -75,7 +90,7 @@ def test_h75_packed_rows_train_as_their_documents_apart(folder: Path) -> None:
     both = {}
     for rows in ("pack", "pad"):
         sets = ("data.eval_fraction=0", f"data.rows={rows}", "run.steps=1", "data.epochs=1")
-        said = train(folder, "dp=1,precision=fp64", f"look-{rows}", *sets)[0]["said"]
+        said = told(folder, "dp=1,precision=fp64", *sets)
         count = next(int(line.split(" rows of")[0].split()[-1]) for line in said if " rows of" in line)
         both[rows] = (count, train(folder, "dp=1,precision=fp64", rows, *sets, f"batch.sequences={count}")[0])
     (packed, one), (padded, two) = both["pack"], both["pad"]

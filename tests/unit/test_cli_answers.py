@@ -175,6 +175,9 @@ def test_init_writes_a_run_file(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "meshwright train run.yaml" in answer(capsys, "init", LLAMA)
     assert (tmp_path / "run.yaml").read_text() == answer(capsys, "init", LLAMA, "--out", "-")
     assert "tiny-llama" in answer(capsys, "config", "show", "run.yaml")
+    assert "meshwright train 'my ☃ run.yaml' --dry-run" in answer(
+        capsys, "init", LLAMA, "--out", "my ☃ run.yaml"
+    )
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

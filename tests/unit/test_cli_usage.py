@@ -348,7 +348,11 @@ def test_every_code_has_its_page(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("given", "shown"),
-    [(["--seq-len", "nan"], "'nan': "), (["--seq-len=0"], "'0': "), (["--seq-len", "1", "--seq-len", "x"], "")],
+    [
+        (["--seq-len", "nan"], "'nan': "),
+        (["--seq-len=0"], "'0': "),
+        (["--seq-len", "1", "--seq-len", "x"], ""),
+    ],
 )
 def test_a_value_of_the_wrong_kind_is_shown(
     capsys: pytest.CaptureFixture[str], given: list[str], shown: str

@@ -240,3 +240,15 @@ def test_every_key_is_described() -> None:
     assert [row[0] for row in rows] == list(known_keys())
     assert all(meaning for *_, meaning in rows)
     assert set(RunFile.model_json_schema()["required"]) == {"model", "data", "batch", "run"}
+
+
+def test_a_nul_in_a_text_is_refused_where_it_stands(write) -> None:
+    text = GOOD.replace("tiny", '"ti\\0ny"').replace("{steps: 10}", '{steps: 10, dir: "a\\0b"}')
+    found = problems_of(write(text + 'freeze: ["x\\0"]\n'))
+    assert [p.code for p in found] == ["E106"] * 3
+    assert [p.where for p in found] == [
+        "model.config (run.yaml:1)",
+        "run.dir (run.yaml:4)",
+        "freeze.0 (run.yaml:5)",
+    ]
+    assert "NUL" in found[0].found

@@ -124,18 +124,30 @@ def test_h193_gradients_are_whole_while_accumulating_without_sync():
         assert (found.memory.gradients >= whole) == (accumulation > 1)
 
 
-def test_h195_each_term_has_its_divisor():
+@pytest.mark.parametrize(
+    ("text", "copies", "whole"),
+    [
+        ("dp=8,zero=3", 1, ("parameters", "gradients", "optimizer")),
+        ("dp=8,zero=3,shard=2", 4, ("parameters", "gradients", "optimizer")),
+        ("dp=4,zero=3,pp=2", 1, ("parameters", "gradients", "optimizer")),
+        ("dp=4,zero=3,tp=2", 1, ("parameters", "gradients", "optimizer")),
+        ("dp=8,zero=1", 1, ("optimizer",)),
+        ("dp=4,zero=1,tp=2", 1, ("optimizer",)),
+    ],
+)
+def test_h195_each_term_has_its_divisor(text: str, copies: int, whole: tuple[str, ...]):
+    """What the prediction gives the ranks adds up, term by term, to the whole and what tp leaves whole on each rank."""
     spec = tiny()
-    cluster = read_cluster("a100-80gb-x8")
-    total = 4 * spec.num_parameters
-    for text, copies in (("dp=8,zero=3", 1), ("dp=8,zero=3,shard=2", 4), ("dp=4,zero=3,pp=2", 1)):
-        layout = parse_layout(text + ",precision=fp32")
-        pricer = make_pricer(spec, cluster, 16, "fp32")
-        units = stage_units(pricer, layout.pp, 1, 1, layout.shard)
-        blocks = (2,) if layout.pp == 1 else (1, 1)
-        held = sum(units.root[s].full + blocks[s] * units.kinds[0].full for s in range(layout.pp))
-        per_rank = 4 * held / layout.shard
-        assert per_rank * layout.shard * copies == total * copies
+    layout = parse_layout(text + ",precision=fp32")
+    batch = derive_batch(layout, 16, 64)
+    schedule = generate("1f1b", layout.pp, batch.accumulation)
+    found = predict(spec, layout, batch, schedule, read_cluster("a100-80gb-x8"))
+    assert len(found.ranks) == 8
+    norms = sum(t.numel for t in spec.tensors() if t.role == "norm")
+    numbers = copies * (spec.num_parameters + (layout.tp - 1) * norms)
+    for term in whole:
+        held = sum(getattr(rank.memory, term) for rank in found.ranks)
+        assert held == 4 * numbers * (2 if term == "optimizer" else 1), term
 
 
 def test_h197_training_has_no_cache_and_fp32_doubles():

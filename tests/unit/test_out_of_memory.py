@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshwright.base.units import GIB
-from meshwright.mesh.join import _told
 from meshwright.mesh.env import RankFacts
+from meshwright.mesh.join import _told
 from meshwright.mesh.out_of_memory import FRAGMENTED, OTHERS, SHORT, MemoryState, diagnose, read_state, told
 
 

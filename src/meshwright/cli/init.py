@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -58,7 +59,7 @@ def init(
     if as_json:
         show_json({"run_file": str(path), "model": target, "num_parameters": spec.num_parameters})
     else:
-        print(f"written to {path}; next: meshwright train {path} --dry-run")
+        print(f"written to {path}; next: meshwright train {shlex.quote(str(path))} --dry-run")
 
 
 def _reach(endpoint: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -224,7 +225,7 @@ def _show(
         f"{result.fits} fit; {format_seconds(result.seconds)}"
     )
     if found and out is not None:
-        print(f"the best plan is in {out}; next: meshwright train RUN.yaml --plan {out}")
+        print(f"the best plan is in {out}; next: meshwright train RUN.yaml --plan {shlex.quote(out)}")
 
 
 def _same_precision(fix: str, precision: Precision | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
@@ -125,9 +125,31 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRun:
             found = _problem_of(cast("Mapping[str, Any]", item), parsed, source.name, overridden, raw)
             if found.code != "E107" or found.where.split(" ", 1)[0] not in skipped:
                 problems.append(found)
+    problems += [
+        problem(
+            "E106",
+            where=_place(dotted, parsed, source.name, overridden)[1],
+            found=f"is the text {text!r}, with a NUL character",
+            needs="text without NUL characters",
+        )
+        for dotted, text in _texts("", raw)
+        if "\0" in text
+    ]
     refuse(problems)
     assert written is not None  # no problems, so it was built
     return LoadedRun(written=written, source=source, origins=_origins(raw, parsed, overridden))
+
+
+def _texts(dotted: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield every text below ``value`` with the dotted key that it stands at."""
+    if isinstance(value, str):
+        yield dotted, value
+    elif isinstance(value, dict):
+        for key, inner in cast("dict[Any, Any]", value).items():
+            yield from _texts(f"{dotted}.{key}" if dotted else str(key), inner)
+    elif isinstance(value, list):
+        for number, inner in enumerate(cast("list[Any]", value)):
+            yield from _texts(f"{dotted}.{number}", inner)
 
 
 def _read(source: Path) -> str:
@@ -247,7 +269,9 @@ def _unknown(dotted: str, where: str) -> Problem:
         guesses.update({f"{section}.{name}": "" for name in nearest(leaf, parts[section].model_fields)})
     if elsewhere:
         there = {_ELSEWHERE[elsewhere]: elsewhere}
-        guesses = there | guesses if elsewhere == leaf else guesses | there  # a near miss of the section's own comes first
+        guesses = (
+            there | guesses if elsewhere == leaf else guesses | there
+        )  # a near miss of the section's own comes first
     leaves = {key.rpartition(".")[2]: key for key in keys} | {name: name for name in parts}
     if not guesses:
         guesses = {leaves[name]: "" for name in nearest(leaf, leaves, 2)}
@@ -261,13 +285,9 @@ def _unknown(dotted: str, where: str) -> Problem:
     return problem("E104", where=where, found=f"unknown key {dotted!r}", do=do)
 
 
-def _problem_of(
-    item: Mapping[str, Any], parsed: Parsed, source: str, overridden: set[str], raw: Mapping[str, Any]
-) -> Problem:
-    """Return the Problem for one of pydantic's errors."""
-    loc = [str(part) for part in item["loc"]]
-    dotted = ".".join(loc)
-    kind = str(item["type"])
+def _place(dotted: str, parsed: Parsed, source: str, overridden: set[str]) -> tuple[str, str]:
+    """Return the setting that ``dotted`` is or is inside of, and where its value was written."""
+    loc = dotted.split(".")
     line = parsed.lines.get(dotted) or next(
         (
             parsed.lines[".".join(loc[:n])]
@@ -278,11 +298,17 @@ def _problem_of(
     )
     setting = ".".join(loc[:2]) if ".".join(loc[:2]) in overridden else dotted
     if setting in overridden:
-        where = f"{dotted} (--set)"
-    elif line:
-        where = f"{dotted} ({source}:{line})"
-    else:
-        where = f"{dotted} ({source})"
+        return setting, f"{dotted} (--set)"
+    return setting, f"{dotted} ({source}:{line})" if line else f"{dotted} ({source})"
+
+
+def _problem_of(
+    item: Mapping[str, Any], parsed: Parsed, source: str, overridden: set[str], raw: Mapping[str, Any]
+) -> Problem:
+    """Return the Problem for one of pydantic's errors."""
+    dotted = ".".join(str(part) for part in item["loc"])
+    kind = str(item["type"])
+    setting, where = _place(dotted, parsed, source, overridden)
     if kind == "extra_forbidden":
         return _unknown(dotted, where)
     if kind == "missing":

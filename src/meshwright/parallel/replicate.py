@@ -107,7 +107,9 @@ class Replicate:
         def on_gradient(_: Tensor) -> None:
             engine, unit = owner(), its_unit()
             if engine is None or unit is None:
-                raise RuntimeError("backward of a model whose data parallelism is gone: keep the model it was made for")
+                raise RuntimeError(
+                    "backward of a model whose data parallelism is gone: keep the model it was made for"
+                )
             engine._on_gradient(unit, key)
 
         return on_gradient

@@ -85,7 +85,9 @@ def explain_error(code: str) -> str:
     """
     info = CODES.get(code.strip().upper())
     if info is None:
-        near = [known for known in CODES if known.startswith(code.strip().upper())][:3] or nearest(code, CODES)
+        near = [known for known in CODES if known.startswith(code.strip().upper())][:3] or nearest(
+            code, CODES
+        )
         raise MeshwrightError(
             problem(
                 "E455",
