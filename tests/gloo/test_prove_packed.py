@@ -181,7 +181,7 @@ def _padded_row() -> tuple[Any, Any]:
 
 
 def test_h77_real_tokens_of_padded_documents_have_their_own_logits(pool: Any) -> None:
-    """H77: documents of 3 and 5 padded to 4 and 8 over two ranks: each real token's logits are those of its document alone.
+    """H77: documents of 3 and 5 padded to 4 and 8 over two ranks: real tokens have the logits of their document alone.
 
     Positions go up to 7, beyond the 6 tokens of a rank: a table of rotations cut to the local length, or one that counts
     real instead of padded lengths, gives other logits. Ring and Ulysses; rotations (Llama) and a learned table (GPT-2).

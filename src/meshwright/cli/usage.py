@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -87,7 +88,7 @@ def _unknown_option(error: Any, context: Any, where: str, seek: str) -> Problem:
 def _with_value(said: str, param: Any, args: Sequence[str]) -> str:
     """Return what the parser said of an option's value, with that value in front where it left it out."""
     options = [name for name in getattr(param, "opts", ()) if name.startswith("-")]
-    given = [after for arg, after in zip(args, args[1:], strict=False) if arg in options]
+    given = [after for arg, after in itertools.pairwise(args) if arg in options]
     given += [arg.partition("=")[2] for arg in args if "=" in arg and arg.partition("=")[0] in options]
     return f"{given[0]!r}: {said}" if len(given) == 1 and given[0] not in said else said
 

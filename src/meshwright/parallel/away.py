@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -141,7 +142,7 @@ class _End(torch.autograd.Function):
         return None, *grads
 
 
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+def _call(method: weakref.WeakMethod[Callable[[], None]], _: Tensor) -> None:
     """Call a method of a unit that lives; its parameters' hooks must not keep it alive (see ``Replicate``)."""
     found = method()
     if found is not None:
@@ -192,7 +193,7 @@ class Away(Replicate):
         self._next = len(self.units) - 1
         for unit in self.units:
             for p, master in zip(unit.params, unit._trained(), strict=True):
-                p.register_hook(lambda _, attach=weakref.WeakMethod(unit.attach): _call(attach))
+                p.register_hook(partial(_call, weakref.WeakMethod(unit.attach)))
                 self._handles.append(p.register_post_accumulate_grad_hook(self._hook(unit, id(master))))
         root.register_forward_pre_hook(self._before_root)
         for i, block in enumerate(blocks):
