@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from checkpoint_runs import TIED, Run
 from meshwright.base.codes.checkpoint import CODES
 from meshwright.base.errors import MeshwrightError
-from meshwright.checkpoint.inspect import inspect_command, verify_command
+from meshwright.checkpoint.inspect import inspect_command, passed_over_warnings, verify_command
 from meshwright.checkpoint.load import latest_checkpoint, load_checkpoint
 from meshwright.checkpoint.manifest import METADATA, find_damage, hash_file, manifest_text, step_name
 from meshwright.checkpoint.metadata import read_index, read_tensor
@@ -185,6 +185,35 @@ def test_every_flipped_byte_of_a_shard_is_found_by_its_pieces(checkpoint: Path) 
         path.write_bytes(content)
     path.write_bytes(content + b"x")
     assert len(find_damage(checkpoint, files, quick=True)) == 1
+
+
+@pytest.mark.parametrize("fault", ["manifest", "short", "gone"])
+def test_a_damaged_newer_checkpoint_is_not_passed_over_in_silence(
+    run: Run, checkpoint: Path, fault: str
+) -> None:
+    """An older whole one is taken, and said to be; to verify is to find the damage."""
+    newest = run.save(checkpoint.parent, 3, note="y")
+    run.save(checkpoint.parent, 4, note="z").rename(
+        checkpoint.parent / ".step-4.tmp-0f"
+    )  # a save that did not finish
+    folder = str(checkpoint.parent.parent)
+    assert verify_command(folder)["ok"]
+    assert passed_over_warnings(folder) == []
+    largest = max(newest.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    if fault == "manifest":
+        (newest / "manifest.json").write_text("")
+    elif fault == "short":
+        os.truncate(largest, largest.stat().st_size - 100)
+    else:
+        largest.unlink()
+    report = verify_command(folder)
+    assert (report["ok"], Path(report["path"]).name) == (False, "step-2")
+    assert [d["file"] for d in report["damaged"]] == ["step-3"]
+    (warning,) = passed_over_warnings(folder)
+    assert (warning.code, Path(warning.where).name) == ("W655", "step-3")
+    assert warning.found.endswith("taken is step-2")
+    assert verify_command(str(checkpoint))["ok"]  # the one that is named itself is whole
+    assert passed_over_warnings(str(checkpoint)) == []
 
 
 def test_verify_names_a_damaged_index(checkpoint: Path) -> None:

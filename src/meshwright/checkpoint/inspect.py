@@ -7,12 +7,20 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.errors import MeshwrightError, problem
+from meshwright.base.errors import MeshwrightError, Problem, problem
 from meshwright.base.units import format_bytes
 from meshwright.checkpoint.foreign import Foreign, inspect_foreign, is_anothers, open_foreign
 from meshwright.checkpoint.hf_files import is_hf_folder, open_hf_folder
 from meshwright.checkpoint.load import latest_checkpoint
-from meshwright.checkpoint.manifest import MANIFEST, find_damage, manifest_or_reason, read_manifest
+from meshwright.checkpoint.manifest import (
+    MANIFEST,
+    Damage,
+    find_damage,
+    manifest_or_reason,
+    read_manifest,
+    steps_in,
+    why_incomplete,
+)
 from meshwright.checkpoint.verify_foreign import verify_foreign
 
 
@@ -41,6 +49,35 @@ def _opener(path: Path) -> Callable[[Path], Foreign] | None:
     if is_anothers(path):
         return open_foreign
     return open_hf_folder if is_hf_folder(path) and not (path / MANIFEST).is_file() else None
+
+
+def passed_over(target: Path, chosen: Path) -> list[tuple[str, str]]:
+    """Return the newer checkpoints that ``find_checkpoint`` left aside for ``chosen``, by name, each with its fault.
+
+    Saves that did not finish are none: a run that was ended leaves them, and what it saved before is whole.
+    """
+    if chosen == target:
+        return []
+    there = steps_in(chosen.parent)
+    at = next((step for found in there.values() for step, path in found if path == chosen), 0)
+    newer = [(path.name, why_incomplete(path)) for step, path in there["step"] if step > at]
+    return [(name, reason) for name, reason in newer if reason]
+
+
+def passed_over_warnings(dir: str) -> list[Problem]:
+    """Return W655 for each damaged checkpoint in ``dir`` that is newer than the one a command takes from it.
+
+    Where there is none to take the command itself says so.
+    """
+    target = Path(dir)
+    try:
+        chosen = find_checkpoint(target)
+    except MeshwrightError:
+        return []
+    return [
+        problem("W655", where=str(chosen.parent / name), found=f"{reason}; taken is {chosen.name}")
+        for name, reason in passed_over(target, chosen)
+    ]
 
 
 def inspect_command(dir: str) -> dict[str, Any]:
@@ -113,6 +150,7 @@ def verify_command(dir: str) -> dict[str, Any]:
     if manifest is None:
         return answer | {"incomplete": reason, "damaged": []}
     damage = find_damage(path, manifest["files"])
+    damage += [Damage(file=name, why=reason) for name, reason in passed_over(Path(dir), path)]
     return answer | {
         "ok": not damage,
         "step": manifest["step"],

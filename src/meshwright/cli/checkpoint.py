@@ -8,7 +8,7 @@ import typer
 
 from meshwright.base.errors import ExitCode
 from meshwright.cli.options import Json
-from meshwright.cli.output import show_json, table
+from meshwright.cli.output import show_json, show_warnings, table
 
 app = typer.Typer(
     help="Look into, verify, export, merge and reshard checkpoints.",
@@ -27,8 +27,9 @@ DTYPE_HELP = "Cast to fp64, fp32, bf16 or fp16; without it the stored dtype stay
 @app.command("inspect")
 def inspect_checkpoint(folder: Folder, as_json: Json = False) -> None:
     """Show what a checkpoint holds: step, layout, tensors and bytes."""
-    from meshwright.checkpoint.inspect import inspect_command
+    from meshwright.checkpoint.inspect import inspect_command, passed_over_warnings
 
+    show_warnings(passed_over_warnings(folder))
     result = inspect_command(folder)
     if as_json:
         show_json(result)
@@ -99,7 +100,9 @@ def export(
 ) -> None:
     """Write a checkpoint's weights as Hugging Face safetensors; an adapter's as a folder that peft loads."""
     from meshwright.checkpoint.export import export_command
+    from meshwright.checkpoint.inspect import passed_over_warnings
 
+    show_warnings(passed_over_warnings(folder))
     result = export_command(folder, out, check_logits, dtype, merge=merge_adapter, config=config)
     if as_json:
         show_json(result)
@@ -117,7 +120,9 @@ def merge(
 ) -> None:
     """Merge a checkpoint's shards into Hugging Face safetensors, one tensor at a time (the same as export)."""
     from meshwright.checkpoint.export import export_command
+    from meshwright.checkpoint.inspect import passed_over_warnings
 
+    show_warnings(passed_over_warnings(folder))
     result = export_command(folder, out, dtype=dtype, config=config)
     if as_json:
         show_json(result)
@@ -140,8 +145,10 @@ def reshard(
     as_json: Json = False,
 ) -> None:
     """Rewrite a checkpoint as another layout would have saved it, and compare every tensor afterwards."""
+    from meshwright.checkpoint.inspect import passed_over_warnings
     from meshwright.checkpoint.reshard import reshard_command
 
+    show_warnings(passed_over_warnings(folder))
     result = reshard_command(folder, layout, out)
     if as_json:
         show_json(result)

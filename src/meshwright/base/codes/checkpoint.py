@@ -221,6 +221,17 @@ A tied head is not stored: the embedding stands for both, as in files that trans
 together from its pieces. The first checkpoint is never changed.""",
     ),
     CodeInfo(
+        code="W655",
+        title="A newer checkpoint is damaged and passed over",
+        kind="world",
+        why="files of a finished save are missing, cut short or unreadable, so an older state is taken in its place",
+        needs="manifest.json and every file in it, of the size it says",
+        do="copy the named folder again from where it is whole; or name the folder step-N that is meant",
+        page="""inspect, export, merge and reshard take the newest complete checkpoint of a run folder, as resuming does.
+Where a newer one is there but not whole, this says so; verify counts it as damage and exits with 1.
+Saves that did not finish (their folders begin with a dot) are no damage.""",
+    ),
+    CodeInfo(
         code="E570",
         title="A loss or gradient is not finite",
         kind="fault",
