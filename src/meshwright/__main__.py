@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from meshwright.cli.main import main
+import sys
+
+try:
+    from meshwright.cli.main import main
+except KeyboardInterrupt:  # before the program can catch it itself
+    print("meshwright: interrupted", file=sys.stderr)
+    sys.exit(130)
 
 main()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -77,8 +80,6 @@ def test_kills_with_another_layout_after_each(folder: Path) -> None:
 
 def test_sigterm_saves_and_ends_well_and_sigusr1_saves(folder: Path) -> None:
     """SIGUSR1 saves at once and the run goes on; SIGTERM saves, leaves a marker and ends with 0; resumed, it is whole."""
-    import json
-
     write_inputs(folder, DROPOUT)
     layout, sets = "dp=2,zero=1,precision=fp32", ("run.steps=100000", "run.checkpoint_every=0")
     pid = start(folder, "out", layout, None, *sets)
@@ -104,6 +105,48 @@ def test_sigterm_saves_and_ends_well_and_sigusr1_saves(folder: Path) -> None:
     assert not (home / "stopped.json").exists()
 
 
+def test_a_closed_terminal_saves_and_ends_well(folder: Path) -> None:
+    """SIGHUP goes to all of the terminal's processes, ranks too: the run stops in good order as for SIGTERM."""
+    write_inputs(folder)
+    pid = start(folder, "out", "dp=2,precision=fp32", None, "run.steps=100000", "run.checkpoint_every=0")
+    home = folder / "out"
+    _until(lambda: (home / "metrics.jsonl").exists() and len(records(home)) >= 2)
+    os.killpg(pid, signal.SIGHUP)
+    assert wait(pid) == 0
+    last = max(records(home))
+    assert json.loads((home / "stopped.json").read_text())["step"] == last
+    assert (home / "checkpoints" / f"step-{last}" / "manifest.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ignored", [False, True])
+def test_lines_that_nobody_reads_end_no_run(folder: Path, ignored: bool) -> None:
+    """The program on a terminal that goes away: writing fails, the run does not; nohup's runs go on to their end."""
+    write_inputs(folder)
+    steps = 60 if ignored else 100000
+    ours, theirs = os.openpty()
+    layout, sets = "dp=2,precision=fp32", [f"run.dir={folder / 'out'}", f"run.steps={steps}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshwright", "train", str(folder / "run.yaml"), "--layout", layout]
+        + [word for text in sets for word in ("--set", text)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=(lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) if ignored else None,
+    )
+    os.close(theirs)
+    home = folder / "out"
+    _until(lambda: (home / "metrics.jsonl").exists() and len(records(home)) >= 2)
+    os.close(ours)
+    os.killpg(process.pid, signal.SIGHUP)
+    assert process.wait(60) == (4 if ignored else 0)
+    last = max(records(home))
+    assert (last == steps) == ignored
+    assert (home / "stopped.json").exists() != ignored
+    assert (home / "checkpoints" / f"step-{last}" / "manifest.json").exists()
+
+
 def _until(condition, limit_s: float = 60.0) -> None:
     end = time.monotonic() + limit_s
     while not condition():
@@ -112,8 +155,6 @@ def _until(condition, limit_s: float = 60.0) -> None:
 
 
 def test_two_deterministic_runs_have_the_same_bits(folder: Path) -> None:
-    import json
-
     write_inputs(folder, DROPOUT)
     seen = []
     for name in ("a", "b"):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.machinery
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -321,6 +325,7 @@ def test_checkpoint_verify_answers_with_its_exit_code(
 def test_help_is_light_and_plan_needs_no_torch() -> None:
     script = """
 import sys
+import time
 from meshwright.cli.main import run
 run(["--help"])
 heavy = {"torch", "transformers", "pydantic", "numpy", "scipy", "rich", "yaml"} & set(sys.modules)
@@ -361,3 +366,53 @@ def test_a_value_of_the_wrong_kind_is_shown(
     first = found["problems"][0]
     assert (first["code"], first["where"]) == ("E863", "meshwright inspect --seq-len")
     assert first["found"].startswith(f"{shown}Input should be")
+
+
+class Full:
+    """A stream on a disk without room."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self) -> None:
+        self.write("")
+
+    def isatty(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_problems_that_cannot_be_written_keep_their_exit_code(
+    monkeypatch: pytest.MonkeyPatch, stream: str, as_json: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(sys, stream, Full())
+    assert run(["inspect", "nowhere", *as_json]) == ExitCode.BAD_INPUT
+
+
+def test_a_result_that_cannot_be_written_is_no_good_end(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("a device that is always full is Linux's")
+    command = [sys.executable, "-m", "meshwright", "models"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == ExitCode.ENVIRONMENT
+    assert done.stderr.startswith("E867  ")
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_that_a_library_makes_another_error_of_is_still_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read(_: str) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            raise ModuleNotFoundError("Could not import module 'LlamaConfig'") from None
+
+    monkeypatch.setattr("meshwright.model.read_hf.read_model", read)
+    before = signal.getsignal(signal.SIGINT)
+    assert run(["inspect", LLAMA]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is before

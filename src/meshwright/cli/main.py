@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from io import TextIOWrapper
-from typing import Any, NoReturn
+from types import FrameType
+from typing import Any, NoReturn, TextIO
 
 import typer
 
-from meshwright.base.errors import ExitCode, MeshwrightError, problem
+from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem
 from meshwright.cli import checkpoint, config_file, data, not_built
 from meshwright.cli.backtest import backtest
 from meshwright.cli.catalogues import clusters, models
@@ -90,30 +95,57 @@ def run(args: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    try:
-        command = typer.main.get_command(app)
-        result: Any = command.main(list(args), prog_name="meshwright", standalone_mode=False)
-        if result == INTERRUPTED:
+    with _noting_ctrl_c() as pressed:
+        try:
+            command = typer.main.get_command(app)
+            result: Any = command.main(list(args), prog_name="meshwright", standalone_mode=False)
+            if result == INTERRUPTED:
+                return _interrupted(as_json)
+            return result if isinstance(result, int) else 0
+        except (KeyboardInterrupt, typer.Abort):
             return _interrupted(as_json)
-        return result if isinstance(result, int) else 0
-    except MeshwrightError as error:
-        show_problems(error.problems, as_json)
-        return int(error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        return _interrupted(as_json)
-    except usage_error() as error:
-        show_problems(usage_problems(error, args), as_json)
-        return int(ExitCode.BAD_INPUT)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            where = str(error.filename or "")
-            show_problems([problem("E867", where=where, found=error.strerror or str(error))], as_json)
+        except SystemExit:  # the parser's answer when nobody reads standard output any more
             return int(ExitCode.ENVIRONMENT)
-        show_problems([fault(error, args)], as_json)
-        return int(ExitCode.FAULT)
-    except Exception as error:
-        show_problems([fault(error, args)], as_json)
-        return int(ExitCode.FAULT)
+        except Exception as error:
+            if pressed:  # an import or a library may make another error of it
+                return _interrupted(as_json)
+            problems, code = _told(error, args)
+            show_problems(problems, as_json)
+            return int(code)
+
+
+def _told(error: Exception, args: Sequence[str]) -> tuple[Sequence[Problem], ExitCode]:
+    """Return what is printed about an error that ended a command, and the exit code."""
+    if isinstance(error, MeshwrightError):
+        return error.problems, error.exit_code
+    if isinstance(error, usage_error()):
+        return usage_problems(error, args), ExitCode.BAD_INPUT
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+        found = error.strerror or str(error)
+        return [problem("E867", where=str(error.filename or ""), found=found)], ExitCode.ENVIRONMENT
+    return [fault(error, args)], ExitCode.FAULT
+
+
+@contextlib.contextmanager
+def _noting_ctrl_c() -> Iterator[list[int]]:
+    """Note SIGINT while the context is open, where it raises KeyboardInterrupt by default; yield what was noted."""
+    pressed: list[int] = []
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield pressed
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _interrupted(as_json: bool) -> int:
@@ -124,5 +156,23 @@ def _interrupted(as_json: bool) -> int:
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and leave with its exit code."""
-    sys.exit(run(sys.argv[1:] if args is None else args))
+    """Run the command line and leave with its exit code; a result that cannot be written is exit 4."""
+    code = run(sys.argv[1:] if args is None else args)
+    if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison] - None where it was closed
+        code = _written(sys.stdout, code)
+    sys.exit(code)
+
+
+def _written(stream: TextIO, code: int) -> int:
+    """Return ``code`` once all of the result is written; 4 in place of 0 where that fails."""
+    try:
+        stream.flush()
+    except OSError as error:
+        if error.errno != errno.EPIPE:
+            found = error.strerror or str(error)
+            show_problems([problem("E867", where="standard output", found=found)], False)
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), stream.fileno()
+        )  # what is left is not tried again at the end
+        return code or int(ExitCode.ENVIRONMENT)
+    return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -30,22 +31,29 @@ def show_json(value: Any) -> None:
 
 
 def show_line(text: str) -> None:
-    """Print one line of progress on standard error, at once."""
-    print(text, file=sys.stderr, flush=True)
+    """Print one line of progress on standard error, at once.
+
+    Nobody may be there to read it (a closed terminal or pipe, a full disk): work does not end for that.
+    """
+    if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison] - None where it was closed at the start
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def show_problems(problems: Sequence[Problem], as_json: bool) -> None:
     """Print Problems: as the JSON of the contract on standard output, or as text on standard error."""
     if as_json:
-        show_json({"problems": [p.as_dict() for p in problems]})
+        with contextlib.suppress(OSError):  # the exit code still says it
+            show_json({"problems": [p.as_dict() for p in problems]})
+            sys.stdout.flush()
     else:
-        print("\n".join(p.text() for p in problems), file=sys.stderr)
+        show_line("\n".join(p.text() for p in problems))
 
 
 def show_warnings(problems: Iterable[Problem]) -> None:
     """Print warnings on standard error; the command goes on."""
     for warning in problems:
-        print(warning.text(), file=sys.stderr)
+        show_line(warning.text())
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:

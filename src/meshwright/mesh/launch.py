@@ -130,8 +130,8 @@ def run_local(
         preload: modules to import before forking, so that each rank need not.
         threads: of torch, in each rank. More than one needs spawned ranks, which start in seconds, not in tenths:
             a forked process waits for ever in its first parallel region if its parent has had one.
-        stop_grace_s: hand SIGTERM and SIGUSR1 on to the ranks, whose worker takes them; ranks that have not returned
-            this long after SIGTERM are ended. None: SIGTERM ends the ranks at once.
+        stop_grace_s: hand SIGTERM (SIGHUP too, as SIGTERM) and SIGUSR1 on to the ranks, whose worker takes them; ranks
+            that have not returned this long after SIGTERM are ended. None: SIGTERM ends the ranks at once.
         silence_s: a rank whose process answers nothing for so long, though no collective has timed out, is lost (E575);
             0 waits.
 
@@ -312,7 +312,10 @@ def _stop_on_sigterm() -> Iterator[None]:
 
 
 class _Forward:
-    """Hands SIGTERM and SIGUSR1 on to the ranks, and counts the time that they have to stop."""
+    """Hands SIGTERM and SIGUSR1 on to the ranks, and counts the time that they have to stop.
+
+    A terminal that closes (SIGHUP) is SIGTERM to the job, unless it was started to outlive it (nohup ignores SIGHUP).
+    """
 
     def __init__(self, handles: Sequence[RankHandle], grace_s: float) -> None:
         self._handles = handles
@@ -327,6 +330,7 @@ class _Forward:
             raise _Stopped
 
     def _hand_on(self, number: int, frame: object) -> None:
+        number = signal.SIGTERM if number == signal.SIGHUP else number
         caller = self._before.get(number)
         if callable(caller) and os.getpid() == self._owner:  # whoever runs the job wants to know, too
             caller(number, frame)
@@ -352,7 +356,9 @@ class _Forward:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._before = {n: signal.signal(n, self._hand_on) for n in FORWARDED}
+        outlives = signal.getsignal(signal.SIGHUP) != signal.SIG_DFL
+        taken = FORWARDED if outlives else (*FORWARDED, signal.SIGHUP)
+        self._before = {n: signal.signal(n, self._hand_on) for n in taken}
         try:
             yield
         finally:

@@ -511,8 +511,9 @@ def load_torch() -> None:
 
 
 def watch_signals() -> None:
-    """Give a rank its own signal habits: Ctrl-C is the parent's business, SIGTERM ends, SIGUSR1 prints the stack."""
+    """Give a rank its own signal habits: Ctrl-C and a closed terminal are its parent's, SIGTERM ends, SIGUSR1 tells."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with contextlib.suppress(AttributeError, ValueError, OSError):
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or 2, all_threads=True)
