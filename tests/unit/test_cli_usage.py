@@ -416,3 +416,16 @@ def test_ctrl_c_that_a_library_makes_another_error_of_is_still_ctrl_c(
     assert run(["inspect", LLAMA]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_progress_that_nobody_reads_is_no_error() -> None:
+    """The first line fails, later ones and the end of the program do not."""
+    code = (
+        "import os; from meshwright.cli.train import print_now; from meshwright.cli.main import main\n"
+        "[print_now(str(n)) for n in range(3)]; os.write(2, b'went on'); main(['--version'])"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"went on")

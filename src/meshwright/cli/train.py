@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -84,5 +86,11 @@ def train(
 
 
 def print_now(line: str) -> None:
-    """Print one line of progress on standard output, at once."""
-    print(line, flush=True)
+    """Print one line of progress on standard output, at once; where nobody can read it any more, print no others.
+
+    The run goes on: its figures are in the run folder.
+    """
+    try:
+        print(line, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
