@@ -112,7 +112,7 @@ def own_imports_mb(args: argparse.Namespace, bench: Path) -> float:
     code = (
         f"import os, sys, resource; os.environ['BENCH_HERE'] = {str(bench)!r}; "
         f"sys.path.insert(0, {str(Path(__file__).parent)!r}); "
-        "import ours, transformers.models.llama.modeling_llama; "
+        "import ours; ours.load_modules(sum(ours.MODULES.values(), ())); "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -70,6 +70,8 @@ def own_loop(rank, world, layout, set_to_none):
         with model.no_sync():
             (model(x[rank][0]) ** 2).mean().backward()
         (model(x[rank][1]) ** 2).mean().backward()
+        with torch.no_grad():  # what it gathers must not be what the next step computes with
+            model(x[rank][0])
         opt.step()
         scheduler.step()
     from torch.distributed.tensor import DTensor

@@ -96,6 +96,9 @@ def prove(
     if out is not None:
         check_writable(out)
     run, text = _resolved(run_file, model, layout, tuple(sets or ()))
+    from meshwright.mesh.imports import load_modules
+
+    load_modules(("meshwright.orchestrate.proving",))
     from meshwright.orchestrate.proving import prove_command
 
     result = prove_command(

@@ -58,6 +58,9 @@ def train(
 
     run = resolve(load_run(run_file, tuple(sets or ())), layout=layout)
     from meshwright.mesh.env import torchrun_facts
+    from meshwright.mesh.imports import load_modules
+
+    load_modules(("meshwright.orchestrate.training",))
     from meshwright.orchestrate.training import train_command
 
     facts = torchrun_facts()

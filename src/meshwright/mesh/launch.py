@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import importlib
+import gc
 import json
 import mmap
 import multiprocessing
@@ -32,6 +32,7 @@ from typing import Any
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
 from meshwright.mesh import env, out_of_memory
 from meshwright.mesh.env import RankFacts
+from meshwright.mesh.imports import load_modules
 from meshwright.mesh.join import run_joined
 from meshwright.mesh.rank_process import (
     RankEnd,
@@ -127,7 +128,7 @@ def run_local(
         device: "cpu" (forked ranks, gloo) or "cuda" (spawned ranks, nccl, one device each).
         collective_timeout_s: a rank that waits longer than this in one collective gives up.
         master_port: 0 lets the system choose a free port.
-        preload: modules to import before forking, so that each rank need not.
+        preload: modules to import before forking, so that each rank need not (see ``mesh.imports``).
         threads: of torch, in each rank. More than one needs spawned ranks, which start in seconds, not in tenths:
             a forked process waits for ever in its first parallel region if its parent has had one.
         stop_grace_s: hand SIGTERM (SIGHUP too, as SIGTERM) and SIGUSR1 on to the ranks, whose worker takes them; ranks
@@ -150,11 +151,10 @@ def run_local(
         )
     if device == "cpu":
         refuse(env.check_local_ranks(nproc, os.cpu_count() or 1), ExitCode.ENVIRONMENT)
+    load_modules(preload)
     import torch
     import torch.distributed as dist
 
-    for name in preload:
-        importlib.import_module(name)
     backend, devices = _devices(device, nproc, torch, dist)
     # neither CUDA nor a pool of threads survives a fork
     spawn = device != "cpu" or threads > 1 or torch.cuda.is_initialized()
@@ -368,6 +368,7 @@ class _Forward:
 
 def _rank(connection: Connection, inherited: list[Connection], job: _Job) -> None:
     """Be one rank: set up, meet the others, run the worker, send its result."""
+    gc.freeze()  # what was there before the fork is not ours to search
     for other in inherited:  # or the other ends would never see that the parent is gone
         other.close()
     _redirect(job)

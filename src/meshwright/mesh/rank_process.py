@@ -27,6 +27,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
+from meshwright.mesh.imports import load_modules
 
 _PEER = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection was (likely )?closed|recvvalue failed|socket closed"
@@ -503,9 +504,9 @@ def default_group(
 
 
 def load_torch() -> None:
-    """Import, before ranks are forked, what each of them would import by itself (the first optimizer costs a second)."""
+    """Import, before ranks are forked, what each of them would import by itself (the first optimizer needs dynamo)."""
+    load_modules(("torch.distributed", "torch._dynamo"))
     import torch
-    import torch.distributed
 
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 

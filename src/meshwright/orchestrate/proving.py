@@ -22,6 +22,7 @@ from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
 from meshwright.mesh import contract
 from meshwright.mesh.env import RankFacts, check_local_ranks, torchrun_facts
+from meshwright.mesh.imports import MODEL_CODE
 from meshwright.mesh.launch import run_local
 from meshwright.model.adapters import adapted, parse_adapter
 from meshwright.model.randomness import draws_alike, layout_dependent
@@ -92,7 +93,7 @@ def _simulated(facts: RankFacts, work: _Work) -> dict[str, Any]:
 
 
 def _on_local_ranks(worker: Callable[[RankFacts, Any], Any], nproc: int, work: Any) -> list[Any]:
-    return run_local(worker, nproc, work, timeout_s=TIMEOUT_S, preload=("transformers",))
+    return run_local(worker, nproc, work, timeout_s=TIMEOUT_S, preload=MODEL_CODE)
 
 
 def _on_local_gpus(worker: Callable[[RankFacts, Any], Any], nproc: int, work: Any) -> list[Any]:

@@ -26,6 +26,7 @@ from meshwright.checkpoint.load import stored_tensors
 from meshwright.checkpoint.manifest import MODEL, step_name
 from meshwright.checkpoint.metadata import read_index, read_tensor
 from meshwright.mesh.env import RankFacts, torchrun_facts
+from meshwright.mesh.imports import MODEL_CODE
 from meshwright.mesh.launch import run_local
 from meshwright.model.spec import ModelSpec
 from meshwright.program.plan import Plan
@@ -169,7 +170,7 @@ class _Setting:
                 _Work(task, kill_at),
                 timeout_s=TIMEOUT_S,
                 on_line=lambda line: None,
-                preload=("transformers",) if self.spec.adapter is None else ("transformers", "peft"),
+                preload=MODEL_CODE if self.spec.adapter is None else (*MODEL_CODE, "peft"),
             )
         except MeshwrightError as error:
             if kill_at is None or error.problems[0].code not in ("E510", "E511"):

@@ -20,6 +20,7 @@ from meshwright.base.records import Measurement, RankRecord, TimeSeconds, errors
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.layout.precision import precision_table
 from meshwright.mesh.env import cache_folder, torchrun_facts, torchrun_job
+from meshwright.mesh.imports import MODEL_CODE
 from meshwright.mesh.launch import run_local
 from meshwright.model.adapters import without_adapter
 from meshwright.model.counts import flops_per_token
@@ -300,7 +301,7 @@ def _run(
             device=device_type(),
             on_line=show,
             log_dir=task.run_dir / "logs",
-            preload=("transformers",) if task.spec.adapter is None else ("transformers", "peft"),
+            preload=MODEL_CODE if task.spec.adapter is None else (*MODEL_CODE, "peft"),
             threads=threads_of_rank(task.plan.world_size),
             stop_grace_s=task.run.run.grace_s,
             silence_s=task.run.guards.silence_s,

@@ -22,6 +22,7 @@ from meshwright.cost.machine_fit import calibrated, predict_plan
 from meshwright.cost.machine_profile import MachineProfile
 from meshwright.layout.layout import Layout
 from meshwright.mesh.env import check_local_ranks, torchrun_facts
+from meshwright.mesh.imports import MODEL_CODE
 from meshwright.mesh.launch import run_local
 from meshwright.model.spec import ModelSpec
 from meshwright.orchestrate.machine import machine_fingerprint
@@ -124,7 +125,7 @@ def run_steps(plan: Plan, steps: int, show: Show | None = None) -> list[RankStep
             task,
             device="cuda" if torch.cuda.is_available() else "cpu",
             on_line=show,
-            preload=("transformers",) if spec.adapter is None else ("transformers", "peft"),
+            preload=MODEL_CODE if spec.adapter is None else (*MODEL_CODE, "peft"),
             threads=threads_of_rank(plan.world_size),
             timeout_s=START_S + SLACK * predicted * (steps + 4),
         )

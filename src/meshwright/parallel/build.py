@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
+from meshwright.mesh.imports import MODEL_CODE, load_modules
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.deferred import Deferred
 from meshwright.program import units
@@ -60,9 +61,10 @@ def build_model(
     Raises:
         MeshwrightError: E811 when transformers cannot build it, and what ``config_problems`` says.
     """
+    refuse(config_problems(config))
+    load_modules(MODEL_CODE)
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    refuse(config_problems(config))
     keys = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype", "model_type", "auto_map")}
     try:
         hf_config = AutoConfig.for_model(config["model_type"], **keys)

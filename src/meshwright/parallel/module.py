@@ -202,7 +202,9 @@ def parallelize_module(
             param_dtype=dtype_of(table.gather) if low else None,
             reduce_dtype=dtype_of(table.reduce) if low else None,
             average=True,
+            keep_root=True,
         )
+        _drop_after_evaluation(model, engine)
     else:
         inside = {id(p) for b in members for p in b.parameters()}
         root = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
@@ -236,6 +238,16 @@ def _autocast(model: nn.Module, context: Callable[[], Any]) -> None:
             return forward(*args, **kwargs)
 
     model.forward = types.MethodType(autocast_forward, model)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _drop_after_evaluation(model: nn.Module, engine: Zero) -> None:
+    """Drop what a forward without gradients gathered: no backward does, and an update would not reach the copies."""
+
+    def drop(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            engine.reshard()
+
+    model.register_forward_hook(drop)
 
 
 def _add_no_sync(model: nn.Module, engine: Replicate | Zero) -> None:

@@ -144,12 +144,15 @@ def shard(
     expert_mesh: DeviceMesh | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
     offload: OffloadPolicy | None = None,
+    keep_root: bool = False,
 ) -> Zero:
     """Shard ``root`` over ``mesh`` (1-D dp_shard, or 2-D dp_replicate x dp_shard): one unit per block, then the rest.
 
     ``experts`` are modules inside the blocks that are sharded over ``expert_mesh``. ``prepare`` is called with each unit
     before it is cut: a block, then ``root`` for the rest. ``offload`` says where shards rest. ``average`` divides the
-    summed gradients by the number of ranks (a user's own loop that takes the mean per rank).
+    summed gradients by the number of ranks (a user's own loop that takes the mean per rank). ``keep_root`` keeps in stage
+    3 too what stands outside the blocks from forward to backward, which begins with it: one gather less, and the same
+    peak where one backward follows each forward.
 
     Communication: none now; see the module for what a step does.
     """
@@ -168,7 +171,8 @@ def shard(
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=away)
     if prepare is not None:
         prepare(root)
-    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=away)
+    again = reshard and not keep_root
+    fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=again, offload_policy=away)
     assert isinstance(root, FSDPModule)
     for module in root.modules():
         if isinstance(module, FSDPModule):

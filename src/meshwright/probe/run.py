@@ -11,6 +11,7 @@ from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.cluster.load import PROBE_FORMAT, cluster_from_probe
 from meshwright.cost.in_place import ONCE, REFERENCES, in_place_figures
 from meshwright.mesh import env
+from meshwright.mesh.imports import MODEL_CODE
 from meshwright.mesh.launch import run_local
 from meshwright.probe.fit import advice, crossover_bytes, link, ring_order
 from meshwright.probe.processor import core_share, quiet_share
@@ -42,7 +43,7 @@ def run_probe(nproc: int, quick: bool, show: Callable[[str], None]) -> dict[str,
         request,
         device=device,
         on_line=show,
-        preload=("meshwright.probe.measure", "transformers"),
+        preload=("meshwright.probe.measure", *MODEL_CODE),
         collective_timeout_s=120.0,
     )
     ranks: list[dict[str, Any]] = results[0]
