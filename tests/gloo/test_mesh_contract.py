@@ -37,6 +37,9 @@ def test_arguments_instances_and_choices_are_looked_at() -> None:
     assert "no PipelineStage.__init__(no_such_argument)" in found[0]
     assert "no Counter().no_such_name" in found[1]
     assert len(missing(names, pipeline=False)) == 1  # a layout without stages needs none of theirs
+    kept = (PrivateName("collections", "no_such_name", "checkpoint.metadata"),)
+    assert len(missing(kept)) == 1
+    assert missing(kept, saving=False) == []  # a user's own loop saves nothing with us
 
 
 def test_every_private_import_of_the_torch_half_is_listed() -> None:

@@ -709,7 +709,7 @@ def stage_load(
 
     spec = pricer.spec
     m, chunked = sizes.micro_batches, sizes.chunked
-    parts = sizes.tp * np.where(chunked > 0, LOSS_CHUNKS, 1)
+    parts = sizes.tp * np.where(chunked > 0, np.ceil(LOSS_CHUNKS / sizes.tp), 1)
     message = sizes.tokens * spec.hidden_size * np.where(sizes.autocast > 0, 4.0, float(pricer.compute_bytes))
     # receive buffers of every micro-batch, and what is sent, which is held until the step ends
     one = wide(sizes.piped * message)

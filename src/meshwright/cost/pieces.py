@@ -23,7 +23,7 @@ from meshwright.cost.eight import FP8_ROLES, copies_bytes, linear_seconds
 from meshwright.cost.placed import KINDS, PlaceTimes, place_times
 from meshwright.cost.rates import DeviceRates, attention_flops, device_rates
 from meshwright.layout.context import kv_heads_sent
-from meshwright.layout.layout import LOSS_CHUNKS, Layout
+from meshwright.layout.layout import Layout, loss_chunks
 from meshwright.layout.precision import FP8, wide_precision
 from meshwright.layout.ranks import strides
 from meshwright.model.activations import (
@@ -400,11 +400,12 @@ class Pricer:
             ):  # all of it happens in forward; backward multiplies two gradients by a factor
                 full = self.state_bytes
                 captured = kept_loss = tokens * h * wide + (full * v * h if trained else 0.0)
-                rows = tokens / LOSS_CHUNKS
+                chunks = loss_chunks(key.tp)
+                rows = tokens / chunks
                 forward = r.matmul_s(rows, h, v) + r.matmul_s(rows, v, h)
                 if trained:
                     forward += r.matmul_s(v, rows, h) + 2.0 * full * v * h / r.copy_rate
-                forward = LOSS_CHUNKS * (forward + CHUNK_OPS * r.op_s)
+                forward = chunks * (forward + CHUNK_OPS * r.op_s)
                 forward += (norm + logits * (copy + 24.0)) / r.copy_rate + 10 * r.op_s
                 backward = (2.0 * norm + 2.0 * kept_loss) / r.copy_rate + 10 * r.backward_op_s
             if trained:

@@ -8,7 +8,12 @@ from typing import Any, Final
 from meshwright.base.axes import LAYOUT_AXES
 
 LOSS_CHUNKS: Final = 8
-"""Parts that ``loss=chunked`` cuts the tokens of a micro-batch in."""
+"""``loss=chunked``: no rank holds more at once than this part of the logits of a micro-batch."""
+
+
+def loss_chunks(tp: int) -> int:
+    """Return in how many parts ``loss=chunked`` cuts the tokens, where each rank has 1 / tp of the logits' columns."""
+    return -(-LOSS_CHUNKS // tp)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,18 +151,23 @@ EXACT_NAMES: Final[tuple[PrivateName, ...]] = (
 
 PIPELINE: Final = "parallel.pipeline"
 """The module whose names only a layout with pipeline stages needs."""
+SAVING: Final = "checkpoint."
+"""The package whose names a user's own loop, which saves nothing with us, does not need."""
 
 
-def missing(names: Sequence[PrivateName] = NAMES, *, pipeline: bool = True) -> list[Problem]:
+def missing(
+    names: Sequence[PrivateName] = NAMES, *, pipeline: bool = True, saving: bool = True
+) -> list[Problem]:
     """Return E506 for each name that the installed torch lacks; empty when it has them all, whatever its version.
 
-    ``pipeline``: look for the names of pipeline stages too.
+    ``pipeline``: look for the names of pipeline stages too. ``saving``: and for those of checkpoints; looking imports
+    their modules.
     """
     import torch
 
     problems: list[Problem] = []
     for entry in names:
-        if entry.used_in == PIPELINE and not pipeline:
+        if (entry.used_in == PIPELINE and not pipeline) or (entry.used_in.startswith(SAVING) and not saving):
             continue
         try:
             value: object = importlib.import_module(entry.module)

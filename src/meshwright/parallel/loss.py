@@ -8,8 +8,9 @@ lives until then is one gradient of the head and one of the hidden states, in pl
 A model may divide its logits or pass them through a scaled tanh (``model.logits``): z = s tanh(y / (d s)) has the slope
 (1 - (z / s)^2) / d, with which the gradient of the chunk's logits is multiplied.
 
-On a tensor axis each rank has some columns of the logits: the largest logit, the sum of exponentials and the target's
-logit of a chunk are then agreed on by two small all_reduces per chunk (``Columns``).
+On a tensor axis each rank has some columns of the logits, and cuts the tokens in as many fewer chunks (the bytes are
+the same): the largest logit, the sum of exponentials and the target's logit of a chunk are agreed on by two small
+all_reduces per chunk (``Columns``).
 
 Shape suffixes: N tokens of the micro-batch, C tokens of a chunk, D hidden size, V vocabulary.
 """
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.layout.layout import LOSS_CHUNKS
+from meshwright.layout.layout import loss_chunks
 from meshwright.model.logits import AfterHead
 
 IGNORE = -100
@@ -106,7 +107,7 @@ class _ChunkedLoss(torch.autograd.Function):
         full = torch.float64 if compute == torch.float64 else torch.float32
         weight, bias = weight_VD.to(compute), None if bias_V is None else bias_V.to(compute)
         tokens = hidden_ND.shape[0]
-        rows = -(-tokens // LOSS_CHUNKS)
+        rows = -(-tokens // loss_chunks(1 if columns is None else columns.group.size()))
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants[0] else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=full) if wants[1] else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=full) if bias_V is not None and wants[2] else None

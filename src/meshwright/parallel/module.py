@@ -175,7 +175,7 @@ def parallelize_module(
     """Do what ``api.parallelize`` says."""
     layout = parse_layout(plan) if isinstance(plan, str) else plan.layout if isinstance(plan, Plan) else plan
     _refuse_axes(layout)
-    refuse(contract.missing(pipeline=False))  # stages are refused above
+    refuse(contract.missing(pipeline=False, saving=False))  # stages are refused above
     world = dist.get_world_size() if dist.is_initialized() else 1
     refuse(check_world_size(layout.world_size, world))
     rank = dist.get_rank() if dist.is_initialized() else 0

@@ -15,7 +15,7 @@ from typing import Final, Literal, TypeAlias
 
 from meshwright.layout.batch import Batch
 from meshwright.layout.context import local_length
-from meshwright.layout.layout import LOSS_CHUNKS, Layout
+from meshwright.layout.layout import Layout, loss_chunks
 from meshwright.layout.precision import precision_table
 from meshwright.model.randomness import drops_residual
 from meshwright.model.sharding import gradient_sum, shared_norms, tp_shape
@@ -143,7 +143,7 @@ def _with_gradient(block: BlockSpec, into: bool, frozen: Collection[str]) -> Ite
 
 def _loss_rows(layout: Layout, tokens: int) -> list[int]:
     """Return the tokens of each chunk of the loss."""
-    rows = -(-tokens // LOSS_CHUNKS) if layout.loss == "chunked" else tokens
+    rows = -(-tokens // loss_chunks(layout.tp)) if layout.loss == "chunked" else tokens
     return [min(rows, tokens - start) for start in range(0, tokens, rows)]
 
 
