@@ -15,7 +15,7 @@ from meshwright.base.errors import Kind, Problem
 from meshwright.cluster.load import read_cluster
 from meshwright.layout.batch import check_batch, derive_batch
 from meshwright.layout.check import check, check_built, check_world
-from meshwright.layout.layout import Layout
+from meshwright.layout.layout import LOSS_CHUNKS, Layout, loss_chunks
 from meshwright.layout.parse import CHOICES, complete, parse_layout
 from meshwright.model.read_hf import spec_from_config
 from meshwright.model.spec import ModelSpec
@@ -323,3 +323,8 @@ def test_random_layouts_give_problems_and_nothing_else(
     assert len({(p.code, p.where, p.found) for p in problems}) == len(problems)
     if not for_run:
         assert not any(p.kind is Kind.CODE for p in problems)
+
+
+def test_no_rank_holds_more_than_an_eighth_of_the_logits() -> None:
+    assert [loss_chunks(tp) for tp in (1, 2, 3, 4, 8, 16)] == [8, 4, 3, 2, 1, 1]
+    assert all(loss_chunks(tp) * tp >= LOSS_CHUNKS for tp in range(1, 65))

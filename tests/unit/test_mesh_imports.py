@@ -70,6 +70,8 @@ def test_what_the_models_hold_is_read_once_for_a_state_of_the_files(tmp_path: Pa
     assert len(asked) == 2
     changed = models / "one" / "modeling_one.py"
     key = files_key(models, tools)
+    (tmp_path / "link").symlink_to(models, target_is_directory=True)
+    assert files_key(tmp_path / "link", tools) == key
     os.utime(changed, (time.time() + 5, time.time() + 5))
     assert files_key(models, tools) != key
     Reader(read, tools, tmp_path / "cache")(models)

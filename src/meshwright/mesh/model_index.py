@@ -119,9 +119,12 @@ class Reader:
 
 
 def files_key(folder: Path, *others: Path) -> str:
-    """Return a hash of the names, sizes and times of all Python files under ``folder``, and of ``others``."""
-    digest = hashlib.sha256(f"{folder}".encode())
-    waiting = [str(folder)]
+    """Return a hash of the names, sizes and times of all Python files under ``folder``, and of ``others``.
+
+    An environment that is reached by another name (a link) has the same hash.
+    """
+    digest = hashlib.sha256()
+    waiting = [str(folder.resolve())]
     while waiting:
         with os.scandir(waiting.pop()) as entries:
             for entry in sorted(entries, key=lambda e: e.name):
@@ -130,7 +133,7 @@ def files_key(folder: Path, *others: Path) -> str:
                     digest.update(f"{entry.path} {facts.st_size} {facts.st_mtime_ns}\n".encode())
                 elif entry.name != "__pycache__" and entry.is_dir():
                     waiting.append(entry.path)
-    for other in others:
+    for other in (o.resolve() for o in others):
         facts = other.stat()
         digest.update(f"{other} {facts.st_size} {facts.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:32]
