@@ -417,7 +417,7 @@ class Pricer:
             self._ends[slot] = Work(
                 forward=forward,
                 backward=backward,
-                tensor=self._tp_end(key, tokens, LOSS_CHUNKS if loss == "chunked" else 1),
+                tensor=self._tp_end(key, tokens, loss_chunks(key.tp) if loss == "chunked" else 1),
                 kept=final,
                 final=final,
                 loss=kept_loss,
