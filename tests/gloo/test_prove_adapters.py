@@ -155,6 +155,83 @@ def test_expert_axis(pool, layout):
     holds(prove(pool, layout, config=MIXTRAL, adapter=LORA, steps=2))
 
 
+EXPERTS = AdapterSpec(kind="lora", rank=3, alpha=5.0, targets=("q_proj", "experts"))
+DOWN = AdapterSpec(kind="lora", rank=4, alpha=5.0, targets=("experts.down_proj",))
+
+
+@pytest.mark.parametrize(
+    ("layout", "adapter"),
+    [
+        ("dp=2", EXPERTS),
+        ("dp=2,zero=3", DOWN),
+        ("dp=4,ep=2,zero=3", EXPERTS),
+        ("dp=2,ep=2,tp=2,recompute=full", DOWN),
+        ("dp=2,ep=2,pp=2,zero=1,schedule=zbv,chunks=2", EXPERTS),
+        ("cp=2,ep=2,tp=2", EXPERTS),
+    ],
+    ids=str,
+)
+def test_adapters_on_experts(pool, layout, adapter):
+    """peft adds B A to the stacked experts; here every expert's rows meet its own factors, cut like the experts."""
+    holds(prove(pool, layout, config={**MIXTRAL, "num_hidden_layers": 4}, adapter=adapter, steps=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [EXPERTS, DOWN], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,zero=1",
+        "dp=2,zero=2",
+        "dp=4,zero=3,shard=2",
+        "tp=2",
+        "tp=2,sp=off",
+        "tp=4,kv_heads=replicate,dp=2,zero=3",
+        "pp=2",
+        "dp=2,pp=2,zero=2,recompute=selective",
+        "cp=2,cp_style=ulysses",
+        "dp=2,ep=2",
+        "dp=2,ep=2,zero=1",
+        "dp=4,ep=2,zero=2",
+        "dp=4,ep=2,zero=3,shard=2",
+        "dp=2,cp=2,ep=4",
+        "dp=2,ep=2,tp=2,zero=3,loss=chunked",
+        "dp=2,ep=2,tp=2,pp=2",
+        "dp=2,ep=2,pp=2,schedule=zb-h1,recompute=full",
+        "dp=4,ep=4,zero=1,recompute=selective",
+    ],
+)
+def test_adapters_on_experts_beside_every_axis(pool, layout, adapter):
+    holds(prove(pool, layout, config=MIXTRAL, adapter=adapter, steps=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp=2,ep=2,zero=3", "tp=2,pp=2", "dp=2,ep=2,cp=2"])
+def test_adapters_on_experts_of_qwen3(pool, layout):
+    """A layer without experts before those with some."""
+    config = {
+        **MIXTRAL,
+        "num_hidden_layers": 4,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+        "head_dim": 8,
+    }
+    targets = ("experts", "o_proj")
+    holds(
+        prove(
+            pool,
+            layout,
+            config=config,
+            adapter=AdapterSpec(kind="lora", rank=2, alpha=4.0, targets=targets),
+            steps=2,
+        )
+    )
+
+
 def test_dropout_beside_adapters(pool):
     """The model's own dropout is on in a proof; its masks are those of one device with peft around the model."""
     config = {

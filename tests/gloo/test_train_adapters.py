@@ -90,6 +90,9 @@ MIXTURE = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
 }
+SPREAD = {**MIXTURE, "num_experts_per_tok": 1}
+"""Its adapter is on the experts and the attention's output."""
+
 EVERYWHERE = [
     ("cp=2,zero=3", CONFIG),
     ("cp=2,cp_style=ulysses,tp=2", CONFIG),
@@ -97,6 +100,8 @@ EVERYWHERE = [
     ("dp=4,zero=3,shard=2", CONFIG),
     ("dp=2,ep=2,zero=3", MIXTURE),
     ("cp=2,ep=2,pp=2", MIXTURE),
+    ("dp=2,ep=2,zero=3", SPREAD),
+    ("tp=2,ep=2,dp=2", SPREAD),
 ]
 
 
@@ -108,8 +113,10 @@ def test_h107_a_saved_adapter_is_one_devices_in_every_layout(job, tmp_path, layo
     """H107: the files that peft loads, after training in float64: equal names, shapes and values; and peft loads them."""
     (job.folder / "model" / "config.json").write_text(json.dumps(config))
     saved = []
+    sets = [*LORA, "run.steps=3", "run.eval_every=0"]
+    sets += ["adapter.targets=[experts,o_proj]"] if config is SPREAD else []
     for name, text in (("one", "dp=1"), ("cut", layout)):
-        job.run(f"{text},precision=fp64", name, sets=[*LORA, "run.steps=3", "run.eval_every=0"])
+        job.run(f"{text},precision=fp64", name, sets=sets)
         checkpoint = str(job.folder / name / "checkpoints" / "step-3")
         done = export_command(checkpoint, str(tmp_path / f"{name}-adapter"), check_logits=True)
         assert done["check_logits"]["max_abs_diff"] <= done["check_logits"]["tolerance"]
@@ -139,6 +146,34 @@ def test_h120_the_record_says_which_checkpointing_runs_and_adapters_learn_beside
     with pytest.raises(MeshwrightError) as refused:
         job.run("dp=1,recompute=full", "own", sets=["run.use_reentrant=true"])
     assert {p.code for p in refused.value.problems} == {"E104"}  # no such key
+
+
+@pytest.mark.slow
+def test_adapters_on_experts_load_in_plain_peft_and_merge(job, tmp_path):
+    """Trained with the experts spread over two ranks; peft and the merged model give the checkpoint's logits."""
+    (job.folder / "model" / "config.json").write_text(json.dumps(MIXTURE))
+    job.run("dp=2,ep=2,zero=3,precision=fp32", sets=[*LORA, "adapter.targets=[experts]"])
+    checkpoint = str(job.folder / "out" / "checkpoints" / "step-6")
+    export_command(checkpoint, str(tmp_path / "adapter"), check_logits=True)
+    done = export_command(checkpoint, str(tmp_path / "whole"), check_logits=True, merge=True)
+    assert done["check_logits"]["max_abs_diff"] <= done["check_logits"]["tolerance"]
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = build_model(MIXTURE, seed=0).eval()
+    tokens = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(1))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        bare = base(input_ids=tokens).logits
+        adapter = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+        one = adapter(input_ids=tokens).logits
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", local_files_only=True).eval()
+        two = whole(input_ids=tokens).logits
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert len(saved) == 2 * 2 * MIXTURE["num_hidden_layers"]
+    assert all(t.norm() > 0 for t in saved.values())
+    assert (one - two).abs().max() <= 1e-5 * one.abs().max()
+    assert (one - bare).abs().max() > 1e-3 * one.abs().max()
 
 
 def test_initial_factors_do_not_depend_on_the_layout(job):

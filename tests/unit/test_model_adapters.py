@@ -10,7 +10,7 @@ from meshwright.base.errors import MeshwrightError, problem
 from meshwright.cluster.load import read_cluster
 from meshwright.cost.pieces import make_pricer, work_key
 from meshwright.layout.parse import parse_layout
-from meshwright.model.adapters import adapted, base_names, parse_adapter, target_names, without_adapter
+from meshwright.model.adapters import adapted, base_names, leaf, parse_adapter, target_names, without_adapter
 from meshwright.model.counts import flops_per_token, matmul_parameters
 from meshwright.model.read_hf import read_model
 from meshwright.model.spec import AdapterSpec
@@ -162,16 +162,55 @@ def test_adapters_run_on_every_axis(axis: str) -> None:
     assert make_plan(spec, parse_layout(axis), 4, 32, TINY).adapter == LORA
 
 
-@pytest.mark.parametrize("target", ["experts", "gate_up_proj", "mlp.experts.down_proj", "w1", "up_proj"])
-def test_experts_are_refused_as_targets_by_every_name(target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "meant"),
+    [
+        ("experts", ("gate_up_proj", "down_proj")),
+        ("gate_up_proj", ("gate_up_proj",)),
+        ("mlp.experts.down_proj", ("down_proj",)),
+    ],
+)
+def test_experts_have_factors_of_their_own(target: str, meant: tuple[str, ...]) -> None:
     spec = read_model("recipes/models/tiny-mixtral")
+    lora = adapted(spec, replace(LORA, targets=("q_proj", target)))
+    assert target_names(lora, lora.adapter) == ("q_proj",)
+    made = {
+        t.name.rpartition(".")[2]: t for t in lora.blocks[0].tensors if t.role == "adapter" and t.of_experts
+    }
+    assert set(made) == {f"{name}_lora_{which}" for name in meant for which in "AB"}
+    stacked = {t.name.rpartition(".")[2]: t for t in spec.blocks[0].tensors if t.of_experts}
+    for name in meant:
+        experts, out, inner = stacked[name].shape
+        assert made[f"{name}_lora_A"].shape == (experts, 4, inner)
+        assert made[f"{name}_lora_B"].shape == (experts, out, 4)
+    assert without_adapter(lora) == spec
+
+
+@pytest.mark.parametrize("target", ["w1", "up_proj"])
+def test_half_of_a_stacked_matrix_is_refused(target: str) -> None:
     with pytest.raises(MeshwrightError) as error:
-        adapted(spec, replace(LORA, targets=("q_proj", target)))
+        adapted(read_model("recipes/models/tiny-mixtral"), replace(LORA, targets=("q_proj", target)))
     assert code(error) == "E285"
-    assert "o_proj" in error.value.problems[0].do
+    assert "experts.gate_up_proj" in error.value.problems[0].do
     with pytest.raises(MeshwrightError) as error:
         adapted(read_model(TINY), replace(LORA, targets=("experts",)))
     assert code(error) == "E271"
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,ep=2", "tp=2", "dp=2,ep=2,pp=2"])
+def test_a_step_counts_the_flops_of_the_chosen_experts(layout: str) -> None:
+    """2 of 4 experts a token: 6 FLOPs for each element of their factors and token, 4 for each of the frozen stack."""
+    bare = read_model("recipes/models/tiny-mixtral")
+    spec = adapted(bare, replace(LORA, targets=("experts",)))
+    factors = sum(t.numel for t in spec.tensors() if t.role == "adapter")
+    expected = flops_per_token(bare, 32).causal - 2.0 * matmul_parameters(bare) + 6.0 * factors / 2
+    assert flops_per_token(spec, 32).causal == pytest.approx(expected, rel=1e-12)
+    plan = make_plan(spec, parse_layout(layout), 8, 32, TINY)
+    total = 0.0
+    for rank in range(plan.world_size):
+        program = derive(spec, plan.layout, plan.batch, plan_schedule(plan.layout, plan.batch), rank)
+        total += sum(op.flops for op in program.ops if isinstance(op, Compute))
+    assert total == pytest.approx(expected * 8 * 32, rel=1e-12)
 
 
 def test_the_ring_sends_back_where_an_adapter_before_attention_trains() -> None:
@@ -212,3 +251,12 @@ def test_a_frozen_matrix_costs_no_weight_gradient() -> None:
 @pytest.mark.parametrize("name", ["E705", "E706"])
 def test_a_checkpoint_with_other_tensors_asks_for_its_adapter_too(name: str) -> None:
     assert "adapter" in problem(name, where="step-3", found="336 tensors").do
+
+
+def test_names_that_peft_takes_for_experts_mean_no_other_layer() -> None:
+    """A dense first layer and shared experts have gate_proj, up_proj and down_proj, which peft reads as the experts'."""
+    spec = read_model("deepseek-v3")
+    assert "down_proj" in {leaf(t) for t in spec.tensors() if t.role == "shared_out"}
+    assert not {"gate_proj", "up_proj", "down_proj"} & set(target_names(spec, LORA))
+    lora = adapted(spec, replace(LORA, targets=("down_proj",)))
+    assert all(t.of_experts for t in lora.tensors() if t.role == "adapter")

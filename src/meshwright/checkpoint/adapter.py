@@ -19,10 +19,10 @@ from meshwright.base.files import whole_folder
 from meshwright.checkpoint.load import load_checkpoint, stored_tensors
 from meshwright.checkpoint.manifest import MODEL, read_manifest
 from meshwright.checkpoint.metadata import read_index, read_tensor
-from meshwright.model.adapters import adapted, adapter_from_dict
+from meshwright.model.adapters import adapted, adapter_from_dict, is_second_factor
 from meshwright.model.read_hf import spec_from_config
 from meshwright.model.spec import AdapterSpec, ModelSpec, TensorSpec
-from meshwright.parallel.adapters import add_adapters, lora_config
+from meshwright.parallel.adapters import add_adapters, lora_config, peft_factors
 from meshwright.parallel.stage import logical_name
 
 PREFIX = "base_model.model."
@@ -77,7 +77,8 @@ def export_adapter(
     spec = adapted_spec(checkpoint, config, adapter_of(manifest))
     index = read_index(checkpoint)
     factors = read_factors(checkpoint, index, [t for t in spec.tensors() if t.role == "adapter"])
-    saved = {f"{PREFIX}{name}": t.to(dtype).contiguous() for name, t in factors.items()}
+    named = peft_factors(spec, factors)
+    saved = {f"{PREFIX}{name}": t.to(dtype).contiguous() for name, t in named.items()}
     described: Any = lora_config(spec)
     described.base_model_name_or_path = str(manifest["plan"].get("model_path", ""))
     described.inference_mode = True
@@ -89,7 +90,7 @@ def export_adapter(
         raise MeshwrightError(
             problem("E703", where=str(out), found=f"{type(error).__name__}: {error}"), ExitCode.ENVIRONMENT
         ) from error
-    untrained = sum(1 for name, t in factors.items() if name.endswith("lora_B.weight") and not t.any())
+    untrained = sum(1 for name, t in factors.items() if is_second_factor(name) and not t.any())
     return {
         "checkpoint": str(checkpoint),
         "out": str(out),
@@ -115,7 +116,8 @@ def merged(
     out = dict(tensors)
     for name in tensors:
         stem = name.removesuffix(".weight")
-        pair = [named[n] for n in (f"{stem}.lora_A.weight", f"{stem}.lora_B.weight") if n in named]
+        names = (f"{stem}.lora_A.weight", f"{stem}.lora_B.weight", f"{name}_lora_A", f"{name}_lora_B")
+        pair = [named[n] for n in names if n in named]
         if not pair:
             continue
         a, b = read_factors(checkpoint, index, pair).values()

@@ -19,7 +19,6 @@ from meshwright.cost.memory import StageLoad, fullest, outside_allocator, peak_m
 from meshwright.cost.offloaded import away_codes, away_seconds
 from meshwright.cost.pieces import (
     COMPUTE_BYTES,
-    EXPERT_ROLES,
     SHARD_OPS_PER_TENSOR,
     SHARD_OPS_PER_UNIT,
     STATE_BYTES,
@@ -174,8 +173,8 @@ def stage_units(pricer: Pricer, stages: int, tp: int, ep: int, shards: int) -> S
     kinds = [_sizes(pricer, b.tensors, tp, ep, shards) for b in pricer.kinds]
     if ep == 1:
         return StageUnits(root=tuple(root), kinds=tuple(kinds))
-    spread = [[t for t in b.tensors if t.role in EXPERT_ROLES] for b in pricer.kinds]
-    rest = [[t for t in b.tensors if t.role not in EXPERT_ROLES] for b in pricer.kinds]
+    spread = [[t for t in b.tensors if t.of_experts] for b in pricer.kinds]
+    rest = [[t for t in b.tensors if not t.of_experts] for b in pricer.kinds]
     return StageUnits(
         root=tuple(root),
         kinds=tuple(kinds),

@@ -198,17 +198,13 @@ class UnitSize:
     matmul: float
 
 
-EXPERT_ROLES = ("expert_in", "expert_out")
-"""Tensors that the expert axis cuts."""
-
-
 @lru_cache(maxsize=8192)
 def unit_tensor_shape(tensor: TensorSpec, attention: AttentionSpec, tp: int, ep: int) -> tuple[int, ...]:
     """Return the sizes of a tensor on one rank of the tensor and expert axes."""
     if tp == 1 and ep == 1:
         return tensor.shape
     shape = tp_local_shape(tensor, tp, attention, "replicate", ep)
-    if ep > 1 and tensor.role in ("expert_in", "expert_out") and rule(tensor).ep_dim is None:
+    if ep > 1 and tensor.of_experts and rule(tensor).ep_dim is None:
         return (max(1, shape[0] // ep), *shape[1:])
     return shape
 
@@ -230,7 +226,7 @@ def unit_size(
     for tensor, trains in zip(tensors, trainable, strict=True):
         shape = unit_tensor_shape(tensor, attention, tp, ep)
         numel = float(prod(shape))
-        parts = max(1, shards // ep) if tensor.role in EXPERT_ROLES else shards
+        parts = max(1, shards // ep) if tensor.of_experts else shards
         if parts > 1:
             numel = ceil(shape[0] / parts) * parts * prod(shape[1:])
         full += numel
@@ -241,7 +237,7 @@ def unit_size(
             trained_resting += numel / parts
             trained_count += 1
             largest = max(largest, numel)
-        if len(shape) >= 2 and tensor.role not in ("embedding", "position", "expert_in", "expert_out"):
+        if len(shape) >= 2 and tensor.role not in ("embedding", "position") and not tensor.of_experts:
             matmul += prod(shape)
     return UnitSize(
         full=full,
@@ -671,7 +667,7 @@ class Pricer:
         """Return seconds forward, of both gradients, model FLOPs forward + backward, and matmul calls of one matrix."""
         r = self.rates
         m, calls = tokens, 1.0
-        if tensor.role in ("expert_in", "expert_out"):
+        if tensor.of_experts:
             assert block.moe is not None
             # each expert gets its share of the routed tokens of all ranks that own a copy of it
             m = tokens * block.moe.experts_per_token * key.ep / block.moe.num_experts
@@ -734,7 +730,7 @@ class Pricer:
                 continue
             columns = unit_tensor_shape(tensor, a, key.tp, 1)[-1 if self.spec.family == "gpt2" else -2]
             size = c
-            if tensor.role in ("expert_in", "expert_out"):
+            if tensor.of_experts:
                 assert block.moe is not None
                 columns, size = columns * block.moe.experts_per_token, wide
             total += tokens * columns * size

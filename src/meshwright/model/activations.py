@@ -142,10 +142,15 @@ def saved_activations(
 
 
 def _adapters(spec: ModelSpec, block: BlockSpec, z: _Sizes) -> Iterable[SavedTensor]:
-    """Return what adapters keep: the rank-wide product A x of each; its input is the matrix's own."""
+    """Return what adapters keep: the rank-wide product A x of each; its input is the matrix's own.
+
+    Those of experts do so for each of a token's k choices.
+    """
     if spec.adapter is None:
         return
-    count = sum(1 for t in block.tensors if t.role == "adapter") // 2
+    factors = [t for t in block.tensors if t.role == "adapter"]
+    choices = block.moe.experts_per_token if block.moe is not None else 1
+    count = sum(choices if t.of_experts else 1 for t in factors) // 2
     kept = z.keep(count * spec.adapter.rank, z.c)
     yield SavedTensor(op="inputs of the adapters' second factors", num_bytes=kept, along="column_input")
 

@@ -4,11 +4,14 @@ A target matrix W, [out, in], stays as it is; beside it train A, [rank, in], and
 ``W x + (alpha / rank) B A x``. A begins with uniform random numbers, B with zeros, so an untrained adapter changes
 nothing (Hu et al. 2021, section 4). Their names are the target's, with ``lora_A`` and ``lora_B`` for its own:
 ``model.layers.3.mlp.up_proj.lora_A.weight``. Everything else of the model is frozen.
+
+The experts of a mixture are one tensor, [experts, out, in]; every expert has factors of its own, stacked like it:
+A, [experts, rank, in], and B, [experts, out, rank], named ``...experts.gate_up_proj_lora_A``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, cast
 
@@ -97,8 +100,8 @@ def adapted(spec: ModelSpec, adapter: AdapterSpec | None) -> ModelSpec:
     if adapter is None:
         return spec
     refuse(target_problems(spec, adapter))
-    targets = target_names(spec, adapter)
-    blocks = tuple(replace(b, tensors=tuple(_with_adapters(spec, b, adapter, targets))) for b in spec.blocks)
+    targets = target_names(spec, adapter), expert_targets(spec, adapter)
+    blocks = tuple(replace(b, tensors=tuple(_with_adapters(spec, b, adapter, *targets))) for b in spec.blocks)
     return replace(spec, blocks=blocks, adapter=adapter)
 
 
@@ -122,20 +125,33 @@ def base_names(spec: ModelSpec) -> frozenset[str]:
 def target_names(spec: ModelSpec, adapter: AdapterSpec) -> tuple[str, ...]:
     """Return the last parts of the module names that get an adapter ("q_proj"), in the order of the model."""
     if adapter.targets:
-        return adapter.targets
+        layers = {leaf(t) for t in _matrices(spec)}
+        return tuple(name for name in adapter.targets if name in layers)
     found = (leaf(t) for t in _matrices(spec) if t.role in _DEFAULT_ROLES)
     return tuple(dict.fromkeys(found))
 
 
+def expert_targets(spec: ModelSpec, adapter: AdapterSpec) -> tuple[str, ...]:
+    """Return the last two parts of the names of the experts' tensors that get an adapter ("experts.down_proj")."""
+    layers = {leaf(t) for t in _matrices(spec)}
+    called = expert_names(spec)
+    found = [n for name in adapter.targets if name not in layers for n in called.get(name, ())]
+    return tuple(dict.fromkeys(found))
+
+
 def target_problems(spec: ModelSpec, adapter: AdapterSpec) -> list[Problem]:
-    """Return E271 for each target that is not the name of a matrix in the blocks of ``spec``, E285 for experts."""
-    spread = _expert_names(spec)
+    """Return E271 for each target that is not the name of a matrix in the blocks of ``spec``, E285 for half of one."""
+    called = expert_names(spec)
     known = tuple(dict.fromkeys(leaf(t) for t in _matrices(spec)))
+    if called:
+        known += ("experts", *called["experts"])
     problems: list[Problem] = []
     for name in adapter.targets:
-        if name not in known and name in spread:
-            found = f"{name!r} of {spec.name!r}, the experts of a mixture"
-            do = f"targets among {', '.join(known)}"
+        if name not in known and name in called:
+            continue
+        if name not in known and called and name in _SINGLE:
+            found = f"{name!r} of {spec.name!r}, whose experts are stored as {', '.join(called['experts'])}"
+            do = f"targets among {', '.join(called['experts'])}"
             problems.append(problem("E285", where="adapter.targets", found=found, do=do))
         elif name not in known:
             near = nearest(name, list(known))
@@ -150,14 +166,29 @@ def target_problems(spec: ModelSpec, adapter: AdapterSpec) -> list[Problem]:
     return problems
 
 
-def _expert_names(spec: ModelSpec) -> frozenset[str]:
-    """Return what a user may call a mixture's experts: their tensors, their module, and single matrices by old names."""
-    names = [t.name for b in spec.blocks for t in b.tensors if t.role in ("expert_in", "expert_out")]
-    if not names:
-        return frozenset()
-    parts = {".".join(n.split(".")[-k:]) for n in names for k in (1, 2, 3)}
-    modules = {n.split(".")[-2] for n in names}
-    return frozenset(parts | modules | {"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
+_SINGLE: Final = ("w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
+"""Names of an expert's single matrices where they are not stacked, as older files have them.
+
+peft takes them for the experts in every model that has some, also where a dense or shared feed-forward has such layers.
+"""
+
+
+def expert_names(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Return what a user may call tensors of a mixture's experts, each with the last two parts of those it means.
+
+    "experts" means all of them; one is "down_proj", "experts.down_proj" or "mlp.experts.down_proj". Empty without
+    experts.
+    """
+    names = [
+        t.name.split(".") for b in spec.blocks for t in b.tensors if t.role in ("expert_in", "expert_out")
+    ]
+    called: dict[str, list[str]] = {}
+    for parts in names:
+        last = ".".join(parts[-2:])
+        for name in (parts[-2], *(".".join(parts[-k:]) for k in (1, 2, 3))):
+            if last not in called.setdefault(name, []):
+                called[name].append(last)
+    return {name: tuple(meant) for name, meant in called.items()}
 
 
 def leaf(tensor: TensorSpec) -> str:
@@ -169,22 +200,42 @@ def _matrices(spec: ModelSpec) -> Iterator[TensorSpec]:
     """Yield the matrices of the blocks that are a linear layer of their own (fused experts are not)."""
     for block in spec.blocks:
         for tensor in block.tensors:
-            if _is_matrix(tensor):
+            if _is_matrix(spec, tensor):
                 yield tensor
 
 
-def _is_matrix(tensor: TensorSpec) -> bool:
+def _is_matrix(spec: ModelSpec, tensor: TensorSpec) -> bool:
+    if spec.moe is not None and leaf(tensor) in _SINGLE:
+        return False
     plain = tensor.role not in ("norm", "router", "expert_in", "expert_out", "adapter")
     return plain and len(tensor.shape) == 2 and tensor.name.endswith(".weight")
 
 
 def _with_adapters(
-    spec: ModelSpec, block: BlockSpec, adapter: AdapterSpec, targets: Sequence[str]
+    spec: ModelSpec, block: BlockSpec, adapter: AdapterSpec, targets: Sequence[str], experts: Sequence[str]
 ) -> Iterator[TensorSpec]:
     for tensor in block.tensors:
         yield tensor
-        if _is_matrix(tensor) and leaf(tensor) in targets:
+        if _is_matrix(spec, tensor) and leaf(tensor) in targets:
             yield from adapter_tensors(spec, tensor, adapter)
+        elif tensor.role in ("expert_in", "expert_out") and ".".join(tensor.name.split(".")[-2:]) in experts:
+            yield from expert_adapter_tensors(tensor, adapter)
+
+
+def factor_stem(tensor: TensorSpec) -> str:
+    """Return what the names of an adapter's factors beside ``tensor`` begin with."""
+    return f"{tensor.name}_lora_" if tensor.of_experts else f"{tensor.name.removesuffix('.weight')}.lora_"
+
+
+def factors_beside(tensors: Iterable[TensorSpec], block: BlockSpec) -> list[TensorSpec]:
+    """Return the factors of ``block`` that stand beside ``tensors``."""
+    stems = tuple(factor_stem(t) for t in tensors if t.role != "adapter")
+    return [t for t in block.tensors if t.role == "adapter" and t.name.startswith(stems)]
+
+
+def is_second_factor(name: str) -> bool:
+    """Return whether a factor of this name is a B, which begins with zeros."""
+    return name.removesuffix(".weight").endswith("lora_B")
 
 
 def adapter_tensors(
@@ -206,6 +257,25 @@ def adapter_tensors(
             name=f"{stem}.lora_B.weight",
             shape=(out, adapter.rank),
             dims=(out_dim, "lora_rank"),
+            role="adapter",
+        ),
+    )
+
+
+def expert_adapter_tensors(tensor: TensorSpec, adapter: AdapterSpec) -> tuple[TensorSpec, TensorSpec]:
+    """Return A, [experts, rank, in], and B, [experts, out, rank], of the experts' tensor [experts, out, in]."""
+    (experts, out, inner), (_, out_dim, in_dim) = tensor.shape, tensor.dims
+    return (
+        TensorSpec(
+            name=f"{factor_stem(tensor)}A",
+            shape=(experts, adapter.rank, inner),
+            dims=("experts", "lora_rank", in_dim),
+            role="adapter",
+        ),
+        TensorSpec(
+            name=f"{factor_stem(tensor)}B",
+            shape=(experts, out, adapter.rank),
+            dims=("experts", out_dim, "lora_rank"),
             role="adapter",
         ),
     )

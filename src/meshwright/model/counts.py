@@ -50,7 +50,7 @@ class Flops:
 
 
 def _active_numel(tensor: TensorSpec, block: BlockSpec) -> int:
-    if block.moe is not None and tensor.role in ("expert_in", "expert_out"):
+    if block.moe is not None and tensor.of_experts:
         return tensor.numel // block.moe.num_experts * block.moe.experts_per_token
     return tensor.numel
 

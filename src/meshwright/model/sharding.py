@@ -56,7 +56,7 @@ class Rule:
 @lru_cache(maxsize=4096)
 def rule(tensor: TensorSpec) -> Rule:
     """Return how the tensor and expert axes cut ``tensor``."""
-    ep_dim = 0 if tensor.dims[0] == "experts" and tensor.role in ("expert_in", "expert_out") else None
+    ep_dim = 0 if tensor.dims[0] == "experts" and tensor.of_experts else None
     if tensor.role not in _NEVER_CUT:
         for dim, name in enumerate(tensor.dims):
             segments = tuple(name.split("|"))

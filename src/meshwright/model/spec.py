@@ -26,7 +26,7 @@ Role: TypeAlias = Literal[
     "shared_out",  # shared expert's down
     "norm",
     "head",  # language-model head                      [vocab, hidden]
-    "adapter",  # a low-rank factor beside a matrix          [rank, in] and [out, rank]
+    "adapter",  # a low-rank factor beside a matrix          [rank, in] and [out, rank], with [experts, ...] before
 ]
 
 
@@ -71,6 +71,13 @@ class TensorSpec:
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it is of a mixture's experts: their matrices, or an adapter's factors beside them."""
+        if self.role == "adapter":
+            return self.dims[0] == "experts"
+        return self.role in ("expert_in", "expert_out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -552,16 +552,17 @@ def _owned(
     spread = frozenset(n for n in params if experts is not None and n in experts.tensors)
     if spread and group(view.layout, view.rank, EXPERT_REPLICATE)[0] != view.rank:
         params = {n: p for n, p in params.items() if n not in spread}
-    copy_of_context = view.layout.zero == 0 and view.coords["cp"] != 0
-    if view.coords["dp_replicate"] != 0 or copy_of_context:
-        return spread & params.keys()
     degree, at = view.layout.tp, view.coords["tp"]
     copies = {
         t.name
         for t in spec.tensors()
         if t.tied_to is not None or at % tp_copies(t, degree, spec.attention) != 0
     }
-    return frozenset(n for n in params if n not in copies)
+    mine = frozenset(n for n in params if n not in copies)
+    copy_of_context = view.layout.zero == 0 and view.coords["cp"] != 0
+    if view.coords["dp_replicate"] != 0 or copy_of_context:
+        return spread & mine
+    return mine
 
 
 def _tied_weight(spec: ModelSpec, view: MeshView, params: Mapping[str, nn.Parameter]) -> nn.Parameter | None:

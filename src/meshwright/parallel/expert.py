@@ -87,8 +87,18 @@ def grouped_linear(x_SD: Tensor, weight_EFD: Tensor, counts: Sequence[int]) -> T
 
 def expert_rows(experts: Any, x_SD: Tensor, counts: Sequence[int]) -> Tensor:
     """Return what the experts of transformers' module make of rows sorted by expert, [S, D]."""
-    up_S2F = grouped_linear(x_SD, experts.gate_up_proj, counts)
-    return grouped_linear(experts._apply_gate(up_S2F), experts.down_proj, counts)
+    up_S2F = _product(experts, "gate_up_proj", x_SD, counts)
+    return _product(experts, "down_proj", experts._apply_gate(up_S2F), counts)
+
+
+def _product(experts: Any, name: str, x_SD: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the rows times the experts' matrices called ``name``, with what their adapter adds where there is one."""
+    y_SF = grouped_linear(x_SD, getattr(experts, name), counts)
+    first_ERD = getattr(experts, f"{name}_lora_A", None)
+    if first_ERD is None:
+        return y_SF
+    x_SR = grouped_linear(x_SD, first_ERD, counts)
+    return y_SF + grouped_linear(x_SR, getattr(experts, f"{name}_lora_B"), counts) * experts.lora_scaling
 
 
 def combine(rows_SD: Tensor, order: Tensor, weights_NK: Tensor, dtype: torch.dtype) -> Tensor:
@@ -175,6 +185,16 @@ def dispatch_combine(
     rows_RD = expert_rows(experts, out_SD[together], counts_PE.sum(0).tolist())
     back_SD: Any = _Exchange.apply(rows_RD[inverse(together)], receive, send, group)
     return combine(back_SD, order, weights_NK, hidden_ND.dtype)
+
+
+def whole_forward(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, num_experts: int
+) -> Tensor:
+    """Stand in for the forward of transformers' experts where all are on this rank: as ``dispatch_combine``, alone."""
+    order, counts_E = sort_by_expert(top_k_index, num_experts)
+    sent_ND = hidden_states.to(compute_dtype(hidden_states))
+    rows_SD = expert_rows(experts, sent_ND[order // top_k_index.shape[1]], counts_E.tolist())
+    return combine(rows_SD, order, top_k_weights, hidden_states.dtype)
 
 
 @dataclass(frozen=True)

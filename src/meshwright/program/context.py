@@ -14,6 +14,7 @@ from meshwright.layout.batch import Batch
 from meshwright.layout.context import kv_heads_sent, local_length
 from meshwright.layout.layout import Layout
 from meshwright.layout.precision import precision_table
+from meshwright.model.adapters import factors_beside
 from meshwright.model.spec import BlockSpec, ModelSpec
 from meshwright.program.step import Collective, CollectiveKind
 from meshwright.program.units import stage_layers
@@ -126,9 +127,8 @@ def _flow(block: BlockSpec, before: bool, frozen: Collection[str]) -> tuple[bool
     def trains(names: Collection[str]) -> bool:
         return any(name not in frozen for name in names)
 
-    into = [t.name for t in block.norm_tensors("attention")[0]]
-    inner = [t for t in block.tensors if t.role == "norm" and t.dims != ("hidden",)]
-    into += [t.name for t in (*inner, *(t for t in block.tensors if t.role == "attention_in"))]
-    beside = tuple(f"{name.removesuffix('.weight')}.lora_" for name in into)
-    into += [t.name for t in block.tensors if t.role == "adapter" and t.name.startswith(beside)]
-    return before or trains(into), before or trains([t.name for t in block.tensors])
+    into = list(block.norm_tensors("attention")[0])
+    into += [t for t in block.tensors if t.role == "norm" and t.dims != ("hidden",)]
+    into += [t for t in block.tensors if t.role == "attention_in"]
+    into += factors_beside(into, block)
+    return before or trains([t.name for t in into]), before or trains([t.name for t in block.tensors])

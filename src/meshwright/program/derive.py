@@ -13,7 +13,14 @@ from meshwright.layout.check import check_built
 from meshwright.layout.context import local_length
 from meshwright.layout.layout import Layout
 from meshwright.layout.precision import PrecisionTable, precision_table
-from meshwright.layout.ranks import EXPERT_REPLICATE, EXPERT_SHARD, SHARD, coordinates, group
+from meshwright.layout.ranks import (
+    EXPERT_REPLICATE,
+    EXPERT_SHARD,
+    SHARD,
+    coordinates,
+    expert_degrees,
+    group,
+)
 from meshwright.model.counts import (
     block_forward_flops,
     block_weight_flops,
@@ -106,6 +113,9 @@ class _Deriver:
         self.table: PrecisionTable = precision_table(layout)
         self.shards = layout.shard if layout.zero else 1
         self.index = group(layout, rank, SHARD).index(rank) if layout.zero else 0
+        self.expert_shard = 1, 0
+        if layout.zero and layout.ep > 1:
+            self.expert_shard = expert_degrees(layout)[1], group(layout, rank, EXPERT_SHARD).index(rank)
         stages = [s for s, r in enumerate(schedule.stage_ranks) if r == coordinates(layout, rank)["pp"]]
         at = coordinates(layout, rank)["tp"]
         self.units = {
@@ -131,7 +141,7 @@ class _Deriver:
         for action in row:
             yield from self._action(action, gathered)
         yield from step_collectives(
-            self.spec, self.layout, self.units, (self.shards, self.index), self.frozen
+            self.spec, self.layout, self.units, (self.shards, self.index), self.expert_shard, self.frozen
         )
         yield from self._tied()
         if self.layout.world_size > 1:

@@ -17,6 +17,7 @@ from meshwright.layout.context import local_length
 from meshwright.layout.layout import Layout
 from meshwright.layout.precision import precision_table
 from meshwright.layout.ranks import EP, EXPERT_SHARD, SHARD, expert_degrees, group
+from meshwright.model.adapters import factors_beside
 from meshwright.model.sharding import rule
 from meshwright.model.spec import ModelSpec, TensorSpec
 from meshwright.program.step import Collective
@@ -128,7 +129,9 @@ def _flow(
     before = stage > 0 or trains(spec.embedding)
     before = before or any(trains(spec.blocks[i].tensors) for i in stage_layers(layout, stage) if i < layer)
     tensors = spec.blocks[layer].tensors
-    mixture = ("router", "expert_in", "expert_out", "shared_in", "shared_out")
-    into = before or trains([t for t in tensors if t.role not in mixture])
-    experts = trains([t for t in tensors if t.role in ("expert_in", "expert_out")])
+    roles = ("router", "expert_in", "expert_out", "shared_in", "shared_out")
+    mixture = [t for t in tensors if t.role in roles]
+    mixture += factors_beside(mixture, spec.blocks[layer])
+    into = before or trains([t for t in tensors if t not in mixture])
+    experts = trains([t for t in tensors if t.of_experts])
     return into, into or experts, into or trains(tensors)

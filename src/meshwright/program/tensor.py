@@ -17,6 +17,7 @@ from meshwright.layout.batch import Batch
 from meshwright.layout.context import local_length
 from meshwright.layout.layout import Layout, loss_chunks
 from meshwright.layout.precision import precision_table
+from meshwright.model.adapters import factors_beside
 from meshwright.model.randomness import drops_residual
 from meshwright.model.sharding import gradient_sum, shared_norms, tp_shape
 from meshwright.model.spec import BlockSpec, ModelSpec, TensorSpec
@@ -180,8 +181,7 @@ def _flow(block: BlockSpec, pair: Pair, before: bool, frozen: Collection[str]) -
     own = [t for t in block.tensors if t.role in roles]
     if pair == "attention":
         own += [t for t in block.tensors if t.role == "norm" and t.dims != ("hidden",)]
-    stems = tuple(f"{t.name.removesuffix('.weight')}.lora_" for t in own)
-    own += [t for t in block.tensors if t.role == "adapter" and t.name.startswith(stems)]
+    own += factors_beside(own, block)
     added = [t for t in own if t.role == f"{pair}_out" and t.is_bias]
     inside = into or trains([t for t in own if t not in added])
     return into, inside, inside or before or trains(added + behind)
@@ -192,11 +192,13 @@ def step_collectives(
     layout: Layout,
     stages: Collection[int],
     rank_shard: tuple[int, int],
+    expert_shard: tuple[int, int],
     frozen: Collection[str],
 ) -> Iterator[Collective]:
     """Yield the all_reduce of the gradients that are partial sums on ``tp``, once per step.
 
-    ``rank_shard`` is (ZeRO shards, this rank's index among them). All ranks of ``tp`` send the same.
+    ``rank_shard`` is (ZeRO shards, this rank's index among them), ``expert_shard`` the same among the ranks that hold
+    the same experts. All ranks of ``tp`` send the same.
     """
     if layout.tp == 1:
         return
@@ -206,7 +208,10 @@ def step_collectives(
             for tensor in spec.blocks[layer].tensors:
                 where = gradient_sum(tensor, layout.tp, layout.sp, spec.attention)
                 if where and tensor.name not in frozen:
-                    held = shard_numel(_local(tensor, spec, layout, 0).shape, *rank_shard)
+                    shape, shard = _local(tensor, spec, layout, 0).shape, rank_shard
+                    if tensor.of_experts and layout.ep > 1:
+                        shape, shard = (shape[0] // layout.ep, *shape[1:]), expert_shard
+                    held = shard_numel(shape, *shard)
                     numel += held * (spec.attention.num_kv_heads if where == "heads" else 1)
     if numel:
         yield Collective(

@@ -95,6 +95,7 @@ def run_reference(
         p.requires_grad_(name not in frozen)
     trainable = {n: p for n, p in params.items() if p.requires_grad}
     optimizer = _optimizer(trainable, recipe.optimizer)
+    stacked = {t.name: t.shape for t in spec.tensors() if t.role == "adapter" and t.of_experts}
     routed = {"output_router_logits": True} if recipe.config.get("output_router_logits") else {}
     coefficient = getattr(model, "router_aux_loss_coef", 0.0)
     autocast = recipe.precision in ("bf16", "fp16")
@@ -138,14 +139,14 @@ def run_reference(
         norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt().item()
         losses.append(loss)
         norms.append(norm)
-        kept = {f"gradient/{n}": g.clone().cpu() for n, g in gradients.items()}
+        kept = {f"gradient/{n}": _stacked(n, g, stacked).clone().cpu() for n, g in gradients.items()}
         if recipe.max_norm is not None and norm > recipe.max_norm:
             for g in gradients.values():
                 g.mul_(recipe.max_norm / norm)
         for group in optimizer.param_groups:
             group["lr"] = recipe.rates[k]
         optimizer.step()
-        kept |= {f"weight/{n}": p.detach().clone().cpu() for n, p in params.items()}
+        kept |= {f"weight/{n}": _stacked(n, p.detach(), stacked).clone().cpu() for n, p in params.items()}
         save_file(kept, str(Path(folder) / f"step-{k}.safetensors"))
         gradient_max.append({n: kept[f"gradient/{n}"].abs().max().item() for n in gradients})
         weight_max.append({n: kept[f"weight/{n}"].abs().max().item() for n in params})
@@ -167,11 +168,14 @@ def with_peft(model: nn.Module, spec: ModelSpec, seed: int) -> tuple[nn.Module, 
 
     adapter = spec.adapter
     assert adapter is not None
-    leaves = {t.name.split(".")[-3] for t in spec.tensors() if t.role == "adapter"}
+    factors = [t for t in spec.tensors() if t.role == "adapter"]
+    leaves = {t.name.split(".")[-3] for t in factors if not t.of_experts}
+    experts = {".".join(t.name.split("_lora_")[0].split(".")[-2:]) for t in factors if t.of_experts}
     config = peft.LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,  # pyright: ignore[reportArgumentType]
         target_modules=sorted(leaves),
+        target_parameters=sorted(experts) or None,
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():  # peft sees GPT-2's transposed layers by itself, and says so
@@ -180,16 +184,32 @@ def with_peft(model: nn.Module, spec: ModelSpec, seed: int) -> tuple[nn.Module, 
         wrapped: Any = peft.get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
     dtype = next(model.parameters()).dtype
     params: dict[str, nn.Parameter] = {}
+    around = {n: m for n, m in wrapped.named_modules() if type(m).__name__ == "ParamWrapper"}
     for name, p in wrapped.named_parameters():
-        logical = (
-            name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".default.", ".")
-        )
+        module, _, kind = name.removesuffix(".default.weight").rpartition(".")
+        logical = ".".join(part for part in name.split(".")[2:] if part not in ("base_layer", "default"))
+        if module in around:
+            path = ".".join(part for part in module.split(".")[2:] if part != "base_layer")
+            logical = f"{path}.{around[module].parameter_name}_{kind}"
         params[logical] = p
     with torch.no_grad():
-        for tensor in spec.tensors():
-            if tensor.role == "adapter":
-                params[tensor.name].data = initial_factor(tensor, seed).to(dtype)
+        for tensor in factors:
+            value = initial_factor(tensor, seed).to(dtype)
+            if tensor.of_experts and not value.any():
+                value = value.new_zeros(params[tensor.name].shape)
+            params[tensor.name].data = value.reshape(params[tensor.name].shape)
     return wrapped, params
+
+
+def _stacked(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
+    """Return a factor of experts stacked by expert; peft has A as [experts * rank, in], B as [out, rank * experts]."""
+    shape = shapes.get(name)
+    if shape is None:
+        return tensor
+    if name.endswith("_lora_A"):
+        return tensor.view(shape)
+    experts, out, rank = shape
+    return tensor.view(out, rank, experts).permute(2, 0, 1).contiguous()
 
 
 def _gradient(p: Tensor) -> Tensor:

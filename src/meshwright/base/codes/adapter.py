@@ -12,23 +12,24 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         title="An adapter's target is no matrix of the model's blocks",
         kind="input",
         why="an adapter stands beside a linear layer of a block",
-        needs="last parts of module names, such as q_proj or down_proj",
+        needs="last parts of module names, such as q_proj or down_proj; experts for a mixture's",
         do="name linear layers of the blocks, or leave adapter.targets out",
-        page="""adapter.targets names linear layers by the last part of their module's name, as peft does. Without it
-every linear layer of attention and of the dense feed-forward gets an adapter. Embedding, head, norms and routers take
-none; fused experts (one three-dimensional tensor for all experts): E285.""",
+        page="""adapter.targets names linear layers by the last part of their module's name, as peft does, and the
+experts of a mixture by "experts" or by one of their two tensors, such as experts.down_proj. Without it every linear layer
+of attention and of the dense feed-forward gets an adapter. Embedding, head, norms and routers take none.""",
     ),
     CodeInfo(
         code="E285",
-        title="Adapters on the experts of a mixture are not built",
-        kind="code",
-        why="all experts of a mixture are one three-dimensional tensor, which peft adapts by its name, not as a layer",
-        needs="targets among the linear layers of the blocks: attention, dense and shared feed-forward",
-        do="leave the experts out of adapter.targets; with ep they are spread, frozen as they are",
+        title="A single matrix of an expert cannot have an adapter",
+        kind="input",
+        why="transformers stacks all experts of a mixture in two tensors, which peft adapts as a whole, by their names",
+        needs="experts, experts.gate_up_proj or experts.down_proj",
+        do="name the experts' tensor as it is stored",
         page="""transformers keeps a mixture's experts in two parameters, gate_up_proj and down_proj, [experts, out, in].
-peft adapts such parameters by adding to the whole tensor in every forward; its factors of all experts are in one matrix,
-whose columns would have to be cut over ep, tp and ZeRO otherwise than those of a layer. Adapters of all other matrices
-run with every axis, ep among them: the experts stay frozen and exchange tokens as before.""",
+peft (target_parameters) gives such a parameter one pair of factors for each expert; gate and up share theirs, because
+they are one matrix of twice the width. Older files have w1, w2, w3 or gate_proj, up_proj for each expert: there is no
+such layer to put an adapter beside. In a model with experts peft takes these names for the experts wherever they stand,
+so that the dense and shared feed-forwards of such a model have no adapter either.""",
     ),
     CodeInfo(
         code="E272",
