@@ -190,3 +190,15 @@ def test_a_proof_refuses_fp8_though_it_has_a_precision_of_its_own():
     with pytest.raises(MeshwrightError) as error:
         prove_command(None, model="recipes/models/tiny-llama", layout="dp=2,precision=fp8")
     assert [p.code for p in error.value.problems] == ["E291"]
+
+
+def test_a_precision_that_was_asked_for_stands_in_place_of_the_layouts(monkeypatch):
+    """What the command line overrides is judged after that: nothing of fp8 is left in the plan."""
+    from meshwright.orchestrate import proving
+
+    plans = []
+    monkeypatch.setattr(proving, "run_proof", lambda plan, *_, **__: plans.append(plan) or {"passed": True})
+    proving.prove_command(
+        None, model="recipes/models/tiny-llama", layout="dp=2,precision=fp8", precision="fp32"
+    )
+    assert plans[0].layout.precision == "fp32"

@@ -299,7 +299,7 @@ def test_prove_answers_with_its_exit_code(
     assert code == (0 if passed else ExitCode.NO)
     assert found == result
     assert calls.given["freeze"] == ("a", "b")
-    assert (calls.given["precision"], calls.given["valid"], calls.given["tie"]) == ("fp64", "unequal", True)
+    assert (calls.given["precision"], calls.given["valid"], calls.given["tie"]) == (None, "unequal", True)
     _, out, _ = answer(capsys, *args)
     assert ("PASSED" if passed else "FAILED") in out
     assert "bias" in out

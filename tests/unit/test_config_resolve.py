@@ -48,6 +48,18 @@ def test_every_value_has_an_origin() -> None:
     assert run.with_layout("dp=4", "the planner").origins["layout"] == "the planner"
 
 
+def test_what_the_command_line_overrides_is_not_judged_in_the_file() -> None:
+    """A plan in place of the layout, --adapter in place of the file's."""
+    wrong = ("layout=tp=x", "adapter.kind=qlora")
+    assert {"E111", "E272"} & refused(*wrong).keys()
+    assert "E272" in refused(*wrong)
+    run = resolve(load_run(DEMO, wrong), folder=ROOT, overridden=("layout", "adapter"))
+    assert run.layout_text == "tp=x"
+    only = ("batch.accumulation=3", "layout=auto")
+    assert "E108" in refused(*only)
+    resolve(load_run(DEMO, only), folder=ROOT, overridden=("layout",))
+
+
 def test_paths_beside_the_run_file_come_first(tmp_path: Path) -> None:
     for place in (tmp_path / "here", tmp_path / "there"):
         (place / "model").mkdir(parents=True)

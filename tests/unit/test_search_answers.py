@@ -110,10 +110,10 @@ def test_a_named_layout_is_over_and_what_cures_it():
 
 
 def test_what_is_not_built_is_priced_and_says_so():
-    found = asked("dp=4,cp=2,zero=3,compile=blocks")
+    found = asked("dp=4,cp=2,zero=3,compile=blocks,recompute=selective")
     assert not found.legal
     assert found.prediction is not None
-    assert any(s.startswith("E279: compile=blocks with cp = 2") for s in found.sentences)
+    assert any(s.startswith("E279: compile=blocks with recompute=selective") for s in found.sentences)
 
 
 def test_sensitivity_searches_again_on_a_better_cluster():
@@ -339,7 +339,7 @@ def test_a_figure_that_no_machine_has_is_a_problem(value: object, tmp_path: Path
         ({"fix": "cut=99/1"}, "E409"),
         ({"fix": "schedule=@rows.txt"}, "E301"),
         ({"fix": "offload=optimizer-nvme,dp=3"}, "E409"),
-        ({"fix": "compile=blocks,tp=2"}, "E409"),
+        ({"fix": "compile=blocks,recompute=selective"}, "E409"),
         ({"fix": "zero=9"}, "E112"),
     ],
 )

@@ -50,8 +50,9 @@ def prove(
     seq_len: MaybeSeqLen = None,
     global_batch: MaybeGlobalBatch = None,
     precision: Annotated[
-        Precision, typer.Option("--precision", help="Overrides the layout's precision.")
-    ] = Precision.FP64,
+        Precision | None,
+        typer.Option("--precision", help="Overrides the layout's precision; fp64 without it."),
+    ] = None,
     freeze: Freeze = None,
     adapter: Adapter = None,
     tie: Annotated[bool, typer.Option("--tie", help="Tie the head to the embedding.")] = False,
@@ -95,7 +96,7 @@ def prove(
         raise MeshwrightError(problem("E864", where="meshwright prove", found=found, do=do))
     if out is not None:
         check_writable(out)
-    run, text = _resolved(run_file, model, layout, tuple(sets or ()))
+    run, text = _resolved(run_file, model, layout, tuple(sets or ()), adapter)
     from meshwright.mesh.imports import load_modules
 
     load_modules(("meshwright.orchestrate.proving",))
@@ -108,7 +109,7 @@ def prove(
         steps=steps,
         seq_len=seq_len,
         global_batch=global_batch,
-        precision=precision.value,
+        precision=precision.value if precision is not None else None,
         freeze=tuple(freeze or ()),
         adapter=adapter,
         tie=tie,
@@ -135,7 +136,7 @@ def prove(
 
 
 def _resolved(
-    run_file: str | None, model: str | None, layout: str | None, sets: tuple[str, ...]
+    run_file: str | None, model: str | None, layout: str | None, sets: tuple[str, ...], adapter: str | None
 ) -> tuple[Any | None, str]:
     """Return the resolved run (None for --model) and the layout to prove."""
     where = "meshwright prove"
@@ -159,7 +160,8 @@ def _resolved(
     from meshwright.config.resolve import resolve
 
     # A proof has its own batch, so the run file's batch is not held against the layout here.
-    run = resolve(load_run(run_file, sets), layout=layout, check_batch=False)
+    overridden = ("adapter",) if adapter is not None else ()
+    run = resolve(load_run(run_file, sets), layout=layout, check_batch=False, overridden=overridden)
     if run.layout_text == "auto":
         found = f"layout = auto in {run_file}, and no --layout"
         do = "say which layout to prove with --layout"

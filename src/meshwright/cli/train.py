@@ -56,7 +56,8 @@ def train(
     from meshwright.config.load import load_run
     from meshwright.config.resolve import resolve
 
-    run = resolve(load_run(run_file, tuple(sets or ())), layout=layout)
+    overridden = ("layout",) if plan is not None else ()
+    run = resolve(load_run(run_file, tuple(sets or ())), layout=layout, overridden=overridden)
     from meshwright.mesh.env import torchrun_facts
     from meshwright.mesh.imports import load_modules
 

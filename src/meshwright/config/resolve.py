@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -202,13 +202,18 @@ class ResolvedRun:
 
 
 def resolve(
-    loaded: LoadedRun, layout: str | None = None, folder: Path | None = None, check_batch: bool = True
+    loaded: LoadedRun,
+    layout: str | None = None,
+    folder: Path | None = None,
+    check_batch: bool = True,
+    overridden: Collection[str] = (),
 ) -> ResolvedRun:
     """Return the run as values; ``layout`` is the command line's, which comes before the file's.
 
     Relative paths to read (model, weights, data, tokenizer, cluster) are looked for in the run file's folder
     first and then in ``folder`` (by default the current one); ``run.dir`` is always taken from the current
-    folder. ``check_batch=False`` leaves the batch arithmetic out, for a proof has its own batch.
+    folder. ``check_batch=False`` leaves the batch arithmetic out, for a proof has its own batch. What the command line
+    says in place of the file ("layout" in a plan, "adapter") is named in ``overridden``, and not judged here.
 
     Raises:
         MeshwrightError: E108 for settings that contradict each other, E901 for settings not honoured yet, and
@@ -303,8 +308,12 @@ def resolve(
             *_not_honoured(run),
             *_no_source(run),
             *_contradictions(run),
-            *_adapter_problems(run),
-            *_layout_problems(run, check_batch),
+            *(
+                []
+                if "layout" in overridden
+                else [*_accumulation_problems(run), *_layout_problems(run, check_batch)]
+            ),
+            *([] if "adapter" in overridden else _adapter_problems(run)),
         ]
     )
     return replace(run, warnings=tuple(_without_effect(run)))
@@ -371,18 +380,22 @@ def _contradictions(run: ResolvedRun) -> list[Problem]:
                 do="set data.eval_fraction (for instance 0.02), or run.keep_best = false",
             )
         )
-    stated = run.batch.accumulation
-    if stated is not None and run.layout_text == "auto":
-        problems.append(
-            problem(
-                "E108",
-                where=f"{_where(run, 'batch.accumulation')}, {_where(run, 'layout')}",
-                found=f"batch.accumulation = {stated} and layout = auto",
-                why="the planner chooses dp and micro_batch, and accumulation follows from them",
-                do="remove batch.accumulation, or write the layout out",
-            )
-        )
     return problems
+
+
+def _accumulation_problems(run: ResolvedRun) -> list[Problem]:
+    stated = run.batch.accumulation
+    if stated is None or run.layout_text != "auto":
+        return []
+    return [
+        problem(
+            "E108",
+            where=f"{_where(run, 'batch.accumulation')}, {_where(run, 'layout')}",
+            found=f"batch.accumulation = {stated} and layout = auto",
+            why="the planner chooses dp and micro_batch, and accumulation follows from them",
+            do="remove batch.accumulation, or write the layout out",
+        )
+    ]
 
 
 def _adapter_problems(run: ResolvedRun) -> list[Problem]:

@@ -431,26 +431,18 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
         problems += _experts_built(spec, layout)
     if spec is not None:
         problems += context_built(spec, layout)
-    problems += _compile_built(layout, spec)
+    problems += _compile_built(layout)
     problems += offload_built(layout, spec)
     return problems
 
 
-def _compile_built(layout: Layout, spec: ModelSpec | None) -> list[Problem]:
+def _compile_built(layout: Layout) -> list[Problem]:
     """Return E279 for each option that compiled blocks do not go with."""
     if layout.compile == "off":
         return []
     beside: list[tuple[str, str]] = []
     if layout.recompute == "selective":
         beside.append(("recompute=selective", "recompute=full, or compile=off"))
-    if layout.tp > 1:
-        beside.append((f"tp = {layout.tp}", f"tp = 1,dp = {layout.dp * layout.tp}, or compile=off"))
-    if layout.ep > 1:
-        beside.append((f"ep = {layout.ep}", "ep = 1, or compile=off"))
-    if layout.cp > 1:
-        beside.append((f"cp = {layout.cp}", f"cp = 1,dp = {layout.dp * layout.cp}, or compile=off"))
-    if spec is not None and spec.dropout:
-        beside.append((f"dropout {spec.dropout:g}", "dropout = 0, or compile=off"))
     if layout.schedule in SPLIT and layout.pp > 1:
         whole = "interleaved" if layout.chunks > 1 else "1f1b"
         beside.append((f"schedule={layout.schedule}", f"schedule={whole}, or compile=off"))

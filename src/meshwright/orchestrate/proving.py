@@ -285,7 +285,8 @@ def prove_command(
     """
     show = show or (lambda line: None)
     asked = parse_layout(layout)
-    refuse(precision_built(asked))  # a proof has a precision of its own, which must not hide this
+    if precision is None:  # a proof's own precision must not hide this; one that was asked for may
+        refuse(precision_built(asked))
     wanted = replace(asked, precision=precision or "fp64")
     problems = contract.missing(pipeline=wanted.pp > 1)
     if resume and ladder:
@@ -301,8 +302,10 @@ def prove_command(
     spec = read_model(target)
     if tie and not spec.tied_embeddings:
         spec = spec_from_config({**spec.config, "tie_word_embeddings": True}, spec.name, spec.source)
-    chosen = run.adapter.spec() if run is not None else None
-    spec = adapted(spec, parse_adapter(adapter) if adapter is not None else chosen)
+    if adapter is not None:
+        spec = adapted(spec, parse_adapter(adapter))
+    elif run is not None:
+        spec = adapted(spec, run.adapter.spec())
     refuse(packing_problems(spec, "packed rows") if packed else [])
     refuse(missing_peft() if spec.adapter is not None else [], ExitCode.ENVIRONMENT)
     length = seq_len or min(DEFAULT_SEQ_LEN, spec.max_position_embeddings)

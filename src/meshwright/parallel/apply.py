@@ -35,8 +35,10 @@ from meshwright.parallel.away import Away
 from meshwright.parallel.away_shards import ShardHomes
 from meshwright.parallel.build import build_model, frozen_names
 from meshwright.parallel.compiled import compile_blocks
+from meshwright.parallel.context import NAME as CONTEXT_ATTENTION
 from meshwright.parallel.context import ContextAxis, local_batch, use_context
 from meshwright.parallel.deferred import Deferred, deferring
+from meshwright.parallel.dropout import NAME as DROPOUT_ATTENTION
 from meshwright.parallel.dropout import Dropout, place_on_axes, use_dropout
 from meshwright.parallel.expert import ExpertAxis, expert_axis, shard_experts, stage_experts
 from meshwright.parallel.halves import Halves
@@ -412,7 +414,7 @@ def apply_plan(
                 problem("E546", where="freeze", found=f"stage {index} has no trainable parameter left")
             )
         if layout.compile == "blocks":
-            compile_blocks(stage_blocks(stage, spec), compile_backend)
+            compile_blocks(stage_blocks(stage, spec), compile_backend, _own_attention(spec, layout))
         recompute_blocks(stage_blocks(stage, spec), layout.recompute, again_in, recomputed.get(index))
         homes = partial(home_store, layout, view, offload_dir, index)
         engine = engines[index] = _data_parallel(stage, spec, view, table, experts, pending, homes)
@@ -450,6 +452,13 @@ def apply_plan(
     if layout.pp > 1:
         model.pipeline = _pipeline(model, schedule, recomputed)
     return model
+
+
+def _own_attention(spec: ModelSpec, layout: Layout) -> tuple[str, ...]:
+    """Return the name of this program's attention function where the model runs with it."""
+    if layout.cp > 1:
+        return (CONTEXT_ATTENTION,)
+    return (DROPOUT_ATTENTION,) if draws_alike(spec) and drops_probabilities(spec) else ()
 
 
 def _dropout(causal_lm: nn.Module, spec: ModelSpec, seed: int) -> Dropout | None:

@@ -117,12 +117,11 @@ The files are removed at the end.""",
         title="compile=blocks cannot run like this",
         kind="code",
         why="a compiled block is one operation to what stands around it, and needs a compiler for its kernels",
-        needs="recompute=none or full, tp = 1, cp = 1, ep = 1, no dropout, whole backwards, on a CPU a C++ compiler",
+        needs="recompute=none or full, whole backwards, on a CPU a C++ compiler",
         do="compile=off",
-        page="""Selective recompute chooses among the operations of a block and sees none inside a compiled one; the
-tensor and context axes communicate inside blocks, and a layout-independent dropout reads the step and the row from
-outside, which a compiled block would keep as they were. Backwards in two halves cannot be cut out of a compiled one.
-The default backend writes C++ for CPUs and needs g++ or clang++ there. Proofs compile with a backend that traces ahead
-and runs torch's own kernels.""",
+        page="""Selective recompute chooses among the operations of a block and sees none inside a compiled one.
+Backwards in two halves cannot be cut out of a compiled one, whose backward is one operation. The default backend writes
+C++ for CPUs and needs g++ or clang++ there. Proofs compile with a backend that traces ahead and runs torch's own
+kernels.""",
     ),
 )
