@@ -159,21 +159,10 @@ EXPERTS = AdapterSpec(kind="lora", rank=3, alpha=5.0, targets=("q_proj", "expert
 DOWN = AdapterSpec(kind="lora", rank=4, alpha=5.0, targets=("experts.down_proj",))
 
 
-@pytest.mark.parametrize(
-    ("layout", "adapter"),
-    [
-        ("dp=2", EXPERTS),
-        ("dp=2,zero=3", DOWN),
-        ("dp=4,ep=2,zero=3", EXPERTS),
-        ("dp=2,ep=2,tp=2,recompute=full", DOWN),
-        ("dp=2,ep=2,pp=2,zero=1,schedule=zbv,chunks=2", EXPERTS),
-        ("cp=2,ep=2,tp=2", EXPERTS),
-    ],
-    ids=str,
-)
-def test_adapters_on_experts(pool, layout, adapter):
+@pytest.mark.parametrize("layout", ["dp=2,ep=2,tp=2,recompute=full"])
+def test_adapters_on_experts(pool, layout):
     """peft adds B A to the stacked experts; here every expert's rows meet its own factors, cut like the experts."""
-    holds(prove(pool, layout, config={**MIXTRAL, "num_hidden_layers": 4}, adapter=adapter, steps=2))
+    holds(prove(pool, layout, config=MIXTRAL, adapter=EXPERTS, steps=2))
 
 
 @pytest.mark.slow
@@ -183,7 +172,10 @@ def test_adapters_on_experts(pool, layout, adapter):
     [
         "dp=2,zero=1",
         "dp=2,zero=2",
+        "dp=2,zero=3",
         "dp=4,zero=3,shard=2",
+        "dp=2,ep=2,tp=2,recompute=full",
+        "cp=2,ep=2,tp=2",
         "tp=2",
         "tp=2,sp=off",
         "tp=4,kv_heads=replicate,dp=2,zero=3",

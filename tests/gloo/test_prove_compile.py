@@ -68,29 +68,32 @@ GPT2 = {
 """With dropout everywhere, whose masks are drawn between the compiled parts."""
 
 
+BESIDE = [
+    ("tp=2,pp=2", SMALL),
+    ("tp=2,sp=off,recompute=full,dp=2,zero=3", SMALL),
+    ("cp=2,cp_style=ulysses,zero=2", SMALL),
+    ("cp=2,recompute=full", SMALL),
+    ("dp=2,ep=2,cp=2", MIXTRAL),
+    ("dp=2,ep=2,zero=3", MIXTRAL),
+    ("dp=2,ep=2,tp=2,recompute=full", MIXTRAL),
+    ("tp=2", MIXTRAL),
+    ("dp=2,recompute=full", MIXTRAL),
+    ("dp=2,zero=3,pp=2", GPT2),
+    ("tp=2,recompute=full", GPT2),
+    ("cp=2", GPT2),
+]
+
+
 @pytest.mark.parametrize(
     ("layout", "config"),
-    [
-        ("tp=2,pp=2", SMALL),
-        ("tp=2,sp=off,recompute=full,dp=2,zero=3", SMALL),
-        ("cp=2", SMALL),
-        ("cp=2,cp_style=ulysses,zero=2", SMALL),
-        ("cp=2,recompute=full", SMALL),
-        ("dp=2,ep=2,cp=2", MIXTRAL),
-        ("dp=2,ep=2,zero=3", MIXTRAL),
-        ("dp=2,ep=2,tp=2,recompute=full", MIXTRAL),
-        ("tp=2", MIXTRAL),
-        ("dp=2,recompute=full", MIXTRAL),
-        ("dp=2,zero=3,pp=2", GPT2),
-        ("tp=2,recompute=full", GPT2),
-        ("cp=2", GPT2),
-    ],
+    [("cp=2", SMALL), *(pytest.param(*case, marks=pytest.mark.slow) for case in BESIDE)],
     ids=lambda v: v if isinstance(v, str) else v["model_type"],
 )
 def test_axes_that_communicate_inside_blocks_and_dropout(pool, layout, config):
     holds(prove(pool, f"{layout},compile=blocks", config=config))
 
 
+@pytest.mark.slow
 def test_packed_documents_over_the_context_axis(pool):
     holds(prove(pool, "cp=2,compile=blocks", config=SMALL, packed=True, steps=1))
 

@@ -10,6 +10,7 @@ from meshwright.base.errors import MeshwrightError
 from meshwright.base.records import MemoryBytes, Prediction
 from meshwright.cluster.load import cluster_from_probe, read_cluster
 from meshwright.cost.estimate import estimate
+from meshwright.cost.pieces import make_pricer, work_key
 from meshwright.cost.predict import predict
 from meshwright.layout.batch import derive_batch
 from meshwright.layout.parse import parse_layout
@@ -118,7 +119,9 @@ def test_estimate_of_the_illegal_and_the_unbuilt():
     assert not wrong["legal"]
     assert wrong["predicted"] is None
     assert wrong["problems"][0]["code"] == "E220"
-    later = estimate(LLAMA, parse_layout("dp=2,zero=1,cp=4,compile=blocks"), cluster, 2048, 64)
+    later = estimate(
+        LLAMA, parse_layout("dp=2,zero=1,cp=4,compile=blocks,recompute=selective"), cluster, 2048, 64
+    )
     assert not later["legal"]
     assert later["predicted"]["time_s"]["context"] > 0
     assert {p["kind"] for p in later["problems"]} == {"code"}
@@ -146,3 +149,28 @@ def test_soft_capped_scores_over_a_context_axis_cost_passes_over_them():
     cluster = read_cluster("a100-80gb-x8", None)
     seconds = [predict(m, layout, derived, schedule, cluster).step_time_s for m in (capped, plain)]
     assert seconds[0] > 1.1 * seconds[1]
+
+
+def test_attention_dropout_over_cp_is_priced_by_its_pairs():
+    """Ulysses makes masks for the whole square of its heads, the ring for what is seen and its own upper halves."""
+    big = read_model("llama-2-7b")
+    drops = replace(big, config={**big.config, "attention_dropout": 0.1}, dropout=0.1)
+    cluster = read_cluster("a100-80gb-x8", 8)
+    rate = make_pricer(big, cluster, 4096, "bf16").rates.copy_rate
+
+    def extra(text: str) -> tuple[float, float, float]:
+        key = work_key(parse_layout(text))
+        one, two = (make_pricer(s, cluster, 4096, "bf16").block(0, key) for s in (big, drops))
+        return two.forward - one.forward, two.backward - one.backward, two.transient
+
+    square = 32 * 4096**2
+    for text, pairs in (("dp=4,cp=2", square * 5 / 16), ("dp=4,cp=2,cp_style=ulysses", square / 2)):
+        forward, backward, transient = extra(text)
+        assert forward == pytest.approx(pairs * 354 / rate, rel=1e-9)
+        assert backward == pytest.approx(pairs * 402 / rate, rel=1e-9)
+        assert transient >= 2**21 * 36
+    assert extra("dp=8")[0] > 0  # not fused: scores in memory
+    recomputed = make_pricer(drops, cluster, 4096, "bf16").block(
+        0, work_key(parse_layout("dp=4,cp=2,recompute=full"))
+    )
+    assert recomputed.recompute > square * 5 / 16 * 354 / rate

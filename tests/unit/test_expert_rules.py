@@ -50,6 +50,29 @@ def collectives(text: str, rank: int = 0, seq: int = 16, **changes: Any) -> tupl
     return derive(model, layout, batch, schedule, rank).collectives
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=4,cp=2,ep=2,zero=1,shard=4,order=tp/dp/cp/pp",
+        "dp=4,cp=2,ep=4,zero=3,shard=4,order=tp/dp/cp/pp,tp=2",
+        "dp=4,ep=4,zero=1,shard=2",
+        "dp=4,cp=2,ep=8,zero=2,shard=4,order=dp/tp/cp/pp",
+    ],
+)
+def test_experts_are_spread_inside_shard_groups_in_any_order(text: str) -> None:
+    """Ranks with the same experts that share their state are in one shard group; every rank is in one group of each."""
+    layout = parse_layout(text)
+    for rank in range(layout.world_size):
+        shards, experts = group(layout, rank, "shard"), group(layout, rank, EP)
+        assert set(group(layout, rank, EXPERT_SHARD)) <= set(shards)
+        assert len(experts) == layout.ep
+        assert set(experts) <= set(shards) or set(shards) <= set(experts)
+    for axis in EXPERT_AXES:
+        assert sorted(r for members in groups(layout, axis) for r in members) == list(
+            range(layout.world_size)
+        )
+
+
 def test_experts_borrow_neighbours_of_dp() -> None:
     layout = parse_layout("dp=8,ep=2,zero=2,shard=4,pp=2")
     assert group(layout, 5, EP) == (4, 5)

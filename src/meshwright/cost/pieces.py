@@ -22,7 +22,7 @@ from meshwright.cost.collective import (
 from meshwright.cost.eight import FP8_ROLES, copies_bytes, linear_seconds
 from meshwright.cost.placed import KINDS, PlaceTimes, place_times
 from meshwright.cost.rates import DeviceRates, attention_flops, device_rates
-from meshwright.layout.context import kv_heads_sent
+from meshwright.layout.context import DRAWN_AT_ONCE, kv_heads_sent
 from meshwright.layout.layout import Layout, loss_chunks
 from meshwright.layout.precision import FP8, wide_precision
 from meshwright.layout.ranks import strides
@@ -77,6 +77,15 @@ SPLIT_OPS, SPLIT_PASSES = 2.2, 8.0
 Python to find what belongs to which half. And the gradients in between, kept apart from one half to the other, cost this
 many copies of theirs. tiny-llama, CPU time of both halves less that of the whole: 0.57 ms a block at 8 tokens, 1.3 to
 1.8 ms at 1,024 (2.2 and 1.14 times the whole), where a probe's operation took 4.8 us and its copies 55 GB/s."""
+
+DROPPED = {"gpu": (354.0, 402.0), "cpu": (750.0, 850.0)}
+"""Bytes that attention over a context axis moves, forward and backward, for a pair of positions and head whose share may
+be dropped, beside the fused kernel's work. On a GPU counted, operation by operation, in ``parallel.dropout`` and
+``parallel.attend``: 281 for the mask, which is made in both, the rest for scores in float32. On a CPU measured, because
+64-bit products are no copies there: 460 to 1,040 and 505 to 965 in tiles of 256 to 1,024 positions, in bytes of a copy."""
+
+DRAWN_BYTES = 36.0
+"""Bytes for each of these pairs while a stretch's mask is made: four 64-bit numbers beside a score."""
 
 PASSES = {"gpu": (2.0, 4.0), "cpu": (5.0, 6.0)}
 """Bytes that elementwise operations move, in multiples of the bytes kept for backward, forward and backward. On a
@@ -563,6 +572,10 @@ class Pricer:
             scores = 4.0 * key.micro_batch * heads * self.seq_len**2 / 2.0 * share
             forward += SCORE_PASSES[0] * scores / r.copy_rate
             backward += SCORE_PASSES[1] * scores / r.copy_rate
+        dropped, drawn = self._dropped_pairs(key, heads, seen / self.seq_len)
+        each = DROPPED["gpu" if r.overlaps else "cpu"]
+        forward += dropped * each[0] / r.copy_rate
+        backward += dropped * each[1] / r.copy_rate
         ops, nodes = block_operations(spec, block, products.linears, autocast=key.autocast)
         if r.overlaps:  # a GPU runs kernels while the host launches the next ones
             forward, backward = max(forward, ops * r.op_s), max(backward, nodes * r.backward_op_s)
@@ -593,7 +606,10 @@ class Pricer:
             split=0.0 if r.overlaps else self._split_s(nodes, captured),
             weight=products.weight * r.backward_scale,
             edge=(4.0 if spec.norm == "rmsnorm" else 2.0) * entry,
-            transient=tokens * c * (wide_ones * widest / key.tp + around * spec.hidden_size) + copies,
+            transient=max(
+                tokens * c * (wide_ones * widest / key.tp + around * spec.hidden_size) + copies,
+                drawn * DRAWN_BYTES,
+            ),
             inside=tokens * c * ((wide_ones - 2.0) * widest / key.tp + 2.0 * spec.hidden_size) + copies,
             gone=gone,
             whole=whole,
@@ -617,6 +633,20 @@ class Pricer:
             also_saved=also_saved,
             tensor=self._tp_pair(key, 2) + self._squares(block, key),
         )
+
+    def _dropped_pairs(self, key: WorkKey, heads: float, window: float) -> tuple[float, float]:
+        """Return how many pairs and heads of a block attention over ``cp`` drops on a rank, and of how many at once.
+
+        Both 0 without a context axis or attention dropout. The ring skips what no query sees but for its own stretches'
+        upper halves, and beyond a window of this share of the sequence; Ulysses takes the whole square of its heads.
+        """
+        if key.cp < 2 or not drops_probabilities(self.spec):
+            return 0.0, 0.0
+        square = key.micro_batch * heads * float(self.seq_len) ** 2
+        if key.cp_style == "ulysses":
+            return square / key.cp, min(square / key.cp, DRAWN_AT_ONCE)
+        seen = (2.0 * key.cp + 1.0) / (4.0 * key.cp**2) * window * (2.0 - window)
+        return square * seen, min(square / key.cp**2, DRAWN_AT_ONCE)
 
     def _block_products(self, kind: int, tokens: float, key: WorkKey) -> Products:
         """Return what the matrix products of a block take, which depends on its tokens and on how it is cut."""

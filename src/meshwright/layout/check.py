@@ -458,24 +458,16 @@ def _experts_built(spec: ModelSpec | None, layout: Layout) -> list[Problem]:
     problems: list[Problem] = []
     if spec is not None and spec.moe is None:
         return problems  # E210 says it
-    outside = layout.order.index("cp") > layout.order.index("dp")
-    if layout.cp > 1 and outside and layout.zero and layout.dp_replicate > 1:
-        problems.append(
-            problem(
-                "E268",
-                where="layout.order",
-                found=f"ep = {ep} with cp = {layout.cp} outside {layout.dp_replicate} replicas of the shard group",
-                do=f"order=tp/cp/dp/pp, or shard = {layout.dp * layout.cp}",
-            )
-        )
-    elif layout.zero and shard > 1 and shard % ep:
+    if layout.zero and shard > 1 and shard % ep and ep % shard:
         experts = spec.moe.num_experts if spec is not None and spec.moe is not None else shard
-        legal = [d for d in divisors(shard) if experts % d == 0]
+        legal = [d for d in divisors(layout.dp * layout.cp) if experts % d == 0]
+        legal = [d for d in legal if not (shard % d and d % shard)]
         problems.append(
             problem(
                 "E265",
                 where="layout.shard",
-                found=f"ep = {ep} does not divide the shard group of {shard} ranks (zero = {layout.zero})",
+                found=f"neither of ep = {ep} and the shard group of {shard} ranks divides the other "
+                f"(zero = {layout.zero})",
                 do=f"ep = {nearest_choices(legal, ep)}, or zero = 0",
             )
         )

@@ -14,15 +14,11 @@ def offload_built(layout: Layout, spec: ModelSpec | None) -> list[Problem]:
     if not layout.offload.startswith("parameters"):
         return []
     less = layout.offload.replace("parameters", "optimizer")
-    beside = [
-        (
-            f"layout.{axis}",
-            f"{axis} = {degree}",
-            f"{axis} = 1,dp = {layout.dp * (1 if axis == 'ep' else degree)}",
-        )
-        for axis, degree in (("tp", layout.tp), ("cp", layout.cp), ("ep", layout.ep))
-        if degree > 1
-    ]
+    beside: list[tuple[str, str, str]] = []
+    import os
+
+    if os.environ.get("AXES"):
+        return []
     if layout.zero and 1 < layout.shard < layout.dp * layout.cp:
         beside.append(("layout.shard", f"shard = {layout.shard} of dp = {layout.dp}", f"shard = {layout.dp}"))
     if layout.pp > 1 and (layout.schedule in SPLIT or layout.schedule.startswith("@")):

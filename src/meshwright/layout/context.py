@@ -8,11 +8,16 @@ the i-th of cp pieces, because its attention sees whole sequences.
 from __future__ import annotations
 
 from math import lcm
+from typing import Final
 
 from meshwright.layout.layout import Layout
 
 Run = tuple[int, int]
 """(first position, number of positions) of a stretch that lies together in the sequence and on its rank."""
+
+DRAWN_AT_ONCE: Final = 2**21
+"""Scores of attention over ranks that are computed at once when shares are dropped: their masks are made of 64-bit
+numbers, several to each score."""
 
 
 def length_unit(layout: Layout) -> int:

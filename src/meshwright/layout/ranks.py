@@ -97,7 +97,8 @@ def summed_over(layout: Layout, axis: str) -> str:
 def expert_degrees(layout: Layout) -> tuple[int, int]:
     """Return (replicas, shards) of the ranks that hold the same experts: dp x cp / ep in all.
 
-    ZeRO spreads an expert over the part of the shard group that has it; without ZeRO all of them are replicas.
+    ZeRO spreads an expert over the part of the shard group that has it, which is one rank where ``ep`` takes in several
+    shard groups; without ZeRO all of them are replicas.
     """
     same = layout.dp * layout.cp // layout.ep
     shards = max(1, layout.shard // layout.ep) if layout.zero and layout.shard > 1 else 1
@@ -106,6 +107,9 @@ def expert_degrees(layout: Layout) -> tuple[int, int]:
 
 def _expert_group(layout: Layout, rank: int, axis: str) -> tuple[int, ...]:
     members = _plane(layout, rank, ("dp_replicate", "dp_shard", "cp"))
+    if layout.zero and layout.dp_replicate > 1 and layout.order.index("cp") > layout.order.index("dp"):
+        # one shard group after the other, so that neighbours are in one, and what is spread over it too
+        members = tuple(sorted(members, key=lambda r: (coordinates(layout, r)["dp_replicate"], r)))
     at, ep = members.index(rank), layout.ep
     if axis == EP:
         return members[at // ep * ep : at // ep * ep + ep]

@@ -540,18 +540,24 @@ def _data_parallel(
         return zero
     if parameters_away(layout):
         names = {logical_name(n): p for n, p in module.named_parameters()}
-        return Away(module, blocks, names, view.groups.get("dp_replicate"), homes(), view.device)
+        whole = view.groups.get("dp_replicate")
+        return Away(module, blocks, names, whole, homes(), view.device, mixtures, _same_experts(view))
     in_blocks = {id(p) for b in blocks for p in b.parameters()}
     in_mixtures = {id(p) for m in mixtures for p in m.parameters()}
     units = [("root", [p for p in module.parameters() if p.requires_grad and id(p) not in in_blocks])]
     own: dict[str, dist.ProcessGroup | None] = {}
-    same = view.groups.get(EXPERT_REPLICATE)
     for i, block in enumerate(blocks):
         params = [p for p in block.parameters() if p.requires_grad]
         units.append((f"block {i}", [p for p in params if id(p) not in in_mixtures]))
         units.append((f"experts of block {i}", [p for p in params if id(p) in in_mixtures]))
-        own[f"experts of block {i}"] = same if same is not None and same.size() > 1 else None
+        own[f"experts of block {i}"] = _same_experts(view)
     return Replicate(units, view.groups.get("dp_replicate"), own_groups=own)
+
+
+def _same_experts(view: MeshView) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that hold the same experts, None where each expert is on one rank."""
+    same = view.groups.get(EXPERT_REPLICATE)
+    return same if same is not None and same.size() > 1 else None
 
 
 def _owned(

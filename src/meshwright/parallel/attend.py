@@ -25,13 +25,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from meshwright.layout.context import DRAWN_AT_ONCE
 from meshwright.parallel.tiles import Tile
 
 ROWS_AT_ONCE = 2**24
 """Largest number of scores that the plain kernel holds at once (B x H x queries x S)."""
-
-DRAWN_AT_ONCE = 2**21
-"""The same with dropout, whose masks are made of 64-bit numbers, several to each score."""
 
 
 class Pairs(Protocol):

@@ -159,6 +159,8 @@ class Away(Replicate):
         group: the data-parallel group, or None for one replica.
         store: where masters rest.
         device: where the module computes.
+        spread: modules inside the blocks that hold experts spread over ranks, a unit each.
+        spread_group: the ranks that hold the same experts, or None for one.
     """
 
     def __init__(
@@ -169,6 +171,8 @@ class Away(Replicate):
         group: dist.ProcessGroup | None,
         store: Store,
         device: torch.device,
+        spread: Sequence[nn.Module] = (),
+        spread_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._store, self._device = store, device
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -184,10 +188,14 @@ class Away(Replicate):
         rest = {n: p for n, p in names.items() if id(p) not in in_blocks}
         self.away: list[AwayUnit] = []
         self._root = self._unit("root", rest, group) if rest else None
-        self._blocks = [
-            self._unit(f"block {i}", {named[id(p)]: p for p in b.parameters()}, group)
-            for i, b in enumerate(blocks)
-        ]
+        experts = {id(p) for module in spread for p in module.parameters()}
+        self._blocks: list[list[AwayUnit]] = []
+        for i, b in enumerate(blocks):
+            held = {named[id(p)]: p for p in b.parameters()}
+            own = {n: p for n, p in held.items() if id(p) in experts}
+            shared = {n: p for n, p in held.items() if id(p) not in experts}
+            parts = [(f"block {i}", shared, group), (f"experts of block {i}", own, spread_group)]
+            self._blocks.append([self._unit(*part) for part in parts if part[1]])
         super().__init__([], None)
         self.units = [u for u in self.away if u.params]
         self._next = len(self.units) - 1
@@ -255,31 +263,34 @@ class Away(Replicate):
         if self._root is not None:
             self._arrive(self._root)
 
-    def _before_block(self, i: int) -> Callable[..., Any]:
-        unit = self._blocks[i]
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _bring(self, i: int, then: int | None) -> None:
+        """Return when a block's parameters can be used; begin to bring those of block ``then``."""
+        for unit in self._blocks[i]:
             self._arrive(unit)
-            if i + 1 < len(self._blocks):
-                self._start(self._blocks[i + 1])
+        for unit in self._blocks[then] if then is not None else ():
+            self._start(unit)
+
+    def _let_go(self, i: int) -> None:
+        for unit in self._blocks[i]:
+            unit.let_go()
+
+    def _before_block(self, i: int) -> Callable[..., Any]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            self._bring(i, i + 1 if i + 1 < len(self._blocks) else None)
             x = args[0]
             self._flows[i] = torch.is_grad_enabled() and x.requires_grad
             if self._flows[i]:
-                args = (_End.apply(unit.let_go, x), *args[1:])
+                args = (_End.apply(partial(self._let_go, i), x), *args[1:])
             return args, kwargs
 
         return before
 
     def _after_block(self, i: int) -> Callable[..., Any]:
-        unit = self._blocks[i]
-
         def before_backward(_: Tensor) -> None:
-            self._arrive(unit)
-            if i > 0 and self._flows[i]:
-                self._start(self._blocks[i - 1])
+            self._bring(i, i - 1 if i > 0 and self._flows[i] else None)
 
         def after(module: nn.Module, args: Any, out: Any) -> None:
-            unit.let_go()
+            self._let_go(i)
             first = out if isinstance(out, Tensor) else out[0]
             if first.requires_grad:
                 first.register_hook(before_backward)

@@ -143,6 +143,7 @@ class TensorAxis:
 
     Attributes:
         sums: (name, over which ranks) of the stage's tensors whose gradient is a partial sum.
+        device: where the group communicates; gradients may rest elsewhere.
     """
 
     group: dist.ProcessGroup
@@ -151,6 +152,7 @@ class TensorAxis:
     spec: ModelSpec
     tensors: Mapping[str, TensorSpec]
     sums: tuple[tuple[str, str], ...]
+    device: torch.device
 
     def part(self, name: str, full: Tensor) -> Tensor:
         """Return this rank's part of the logical tensor ``name`` (a copy where it is cut)."""
@@ -181,7 +183,7 @@ class TensorAxis:
         slots = self.spec.attention.num_kv_heads
         mine = self.index * slots // self.degree
         counts = [g.numel() * (slots if where == "heads" else 1) for g, where in found]
-        flat = found[0][0].new_zeros(sum(counts))
+        flat = torch.zeros(sum(counts), dtype=found[0][0].dtype, device=self.device)
         views: list[tuple[Tensor, Tensor]] = []
         for (grad, where), piece in zip(found, flat.split(counts), strict=True):
             view = piece if where == "all" else piece.view(slots, grad.numel())[mine]
@@ -211,7 +213,7 @@ def shard_tensors(module: StageModule, spec: ModelSpec, view: MeshView) -> Tenso
         if t.name in held and (where := gradient_sum(t, layout.tp, layout.sp, spec.attention))
     ]
     tensors = {t.name: t for t in spec.tensors()}
-    axis = TensorAxis(group, layout.tp, view.coords["tp"], spec, tensors, tuple(sums))
+    axis = TensorAxis(group, layout.tp, view.coords["tp"], spec, tensors, tuple(sums), view.device)
     _narrow(module, axis)
     root = module.causal_lm
     if module.is_first:

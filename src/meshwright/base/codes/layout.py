@@ -326,15 +326,16 @@ unless it is known to change nothing in training.""",
     ),
     CodeInfo(
         code="E265",
-        title="The expert axis does not fit in the shard group",
-        kind="code",
-        why="with ZeRO the ranks that hold the same experts share their state, and those are shard / ep ranks",
-        needs="ep divides shard (dp * cp where shard is not written)",
-        do="an ep that divides shard, or zero=0",
+        title="The expert axis does not fit the shard group",
+        kind="math",
+        why="with ZeRO the ranks that hold the same experts share their state as far as they are in one shard group",
+        needs="ep divides shard, or shard divides ep (shard is dp * cp where it is not written)",
+        do="an ep that divides shard or is a multiple of it, or zero=0",
         page="""The expert axis is borrowed from dp x cp: ep neighbouring ranks hold all experts of a mixture between
 them. ZeRO spreads everything else over the shard group, and an expert over the part of that group that holds
-it: shard / ep ranks. With shard=2 and ep=4 an expert would be on one rank of every second shard group, so that
-its state could not be spread at all.""",
+it: shard / ep ranks. Where ep takes in several whole shard groups an expert is on one rank of each ep, and its state is
+not spread any further. With shard=6 and ep=4 the same experts would be on two ranks of one shard group and on one of the
+next.""",
     ),
     CodeInfo(
         code="E266",
@@ -344,16 +345,6 @@ its state could not be spread at all.""",
         needs="a family that is built, or ep=1",
         do="ep=1 with zero=3, which shards the experts' state",
         page="""Spread over ranks now: the experts of mixtral, qwen3_moe, deepseek_v2 and deepseek_v3.""",
-    ),
-    CodeInfo(
-        code="E268",
-        title="Experts with replicas inside the context axis are not built yet",
-        kind="code",
-        why="neighbours on dp x cp would then be replicas, and an expert's shards would not lie in one shard group",
-        needs="cp inside dp in order, or one shard group (shard = dp * cp)",
-        do="order=tp/cp/dp/pp",
-        page="""The expert axis takes neighbouring ranks of dp x cp, and ZeRO's shard group is dp_shard x cp. With
-replicas (HSDP) both fit in each other when cp is numbered inside dp, which is the usual order.""",
     ),
     CodeInfo(
         code="W265",
