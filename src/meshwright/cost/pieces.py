@@ -82,7 +82,7 @@ DROPPED = {"gpu": (354.0, 402.0), "cpu": (750.0, 850.0)}
 """Bytes that attention over a context axis moves, forward and backward, for a pair of positions and head whose share may
 be dropped, beside the fused kernel's work. On a GPU counted, operation by operation, in ``parallel.dropout`` and
 ``parallel.attend``: 281 for the mask, which is made in both, the rest for scores in float32. On a CPU measured, because
-64-bit products are no copies there: 460 to 1,040 and 505 to 965 in tiles of 256 to 1,024 positions, in bytes of a copy."""
+64-bit products are no copies there: 460 to 1,040 and 505 to 965 in tiles of 256 to 1,024 positions."""
 
 DRAWN_BYTES = 36.0
 """Bytes for each of these pairs while a stretch's mask is made: four 64-bit numbers beside a score."""

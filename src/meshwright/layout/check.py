@@ -432,7 +432,7 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
     if spec is not None:
         problems += context_built(spec, layout)
     problems += _compile_built(layout)
-    problems += offload_built(layout, spec)
+    problems += offload_built(layout)
     return problems
 
 

@@ -5,35 +5,22 @@ from __future__ import annotations
 from meshwright.base.errors import Problem, problem
 from meshwright.layout.layout import Layout
 from meshwright.layout.precision import FP8
-from meshwright.model.spec import ModelSpec
 from meshwright.schedule.generate import SPLIT
 
 
-def offload_built(layout: Layout, spec: ModelSpec | None) -> list[Problem]:
-    """Return E290 for each key that parameters away from the device do not go with so far."""
-    if not layout.offload.startswith("parameters"):
+def offload_built(layout: Layout) -> list[Problem]:
+    """Return E290 where backwards come in two halves and whole parameters rest away from the device."""
+    sharded = layout.zero >= 1 and layout.shard > 1
+    split = layout.schedule in SPLIT or layout.schedule.startswith("@")
+    if not layout.offload.startswith("parameters") or sharded or not split or layout.pp == 1:
         return []
+    whole = "interleaved" if layout.chunks > 1 else "1f1b"
     less = layout.offload.replace("parameters", "optimizer")
-    beside: list[tuple[str, str, str]] = []
-    import os
-
-    if os.environ.get("AXES"):
-        return []
-    if layout.zero and 1 < layout.shard < layout.dp * layout.cp:
-        beside.append(("layout.shard", f"shard = {layout.shard} of dp = {layout.dp}", f"shard = {layout.dp}"))
-    if layout.pp > 1 and (layout.schedule in SPLIT or layout.schedule.startswith("@")):
-        whole = "interleaved" if layout.chunks > 1 else "1f1b"
-        beside.append(("layout.schedule", f"schedule={layout.schedule}", f"schedule={whole}"))
-    if layout.compile != "off":
-        beside.append(("layout.compile", f"compile={layout.compile}", "compile=off"))
-    if spec is not None and spec.adapter is not None:
-        beside.append(("layout.offload", "an adapter", "no adapter"))
-    return [
-        problem(
-            "E290", where=where, found=f"offload={layout.offload} with {what}", do=f"{do}, or offload={less}"
-        )
-        for where, what, do in beside
-    ]
+    ways = [f"schedule={whole}", f"offload={less}"]
+    if layout.dp * layout.cp > 1:
+        ways.insert(0, f"zero = 1,shard = {layout.dp * layout.cp}")
+    found = f"offload={layout.offload} with schedule={layout.schedule} and nothing sharded"
+    return [problem("E290", where="layout.schedule", found=found, do=" | ".join(ways))]
 
 
 def precision_built(layout: Layout) -> list[Problem]:

@@ -111,7 +111,7 @@ def change_that_fits(pricer: Pricer, layout: Layout, batch: Batch) -> str:
     short = format_bytes(peak - capacity) if peak > capacity else "the safety margin"
     best: tuple[float, str] | None = None
     for name, changed in _changes(plain, batch):
-        if changed.offload != plain.offload and offload_built(changed, pricer.spec):
+        if changed.offload != plain.offload and offload_built(changed):
             continue
         priced = _price(pricer, changed, batch)
         if priced is None or oom_probability(float(priced.peak[0]), capacity) > OOM_GATE:

@@ -9,15 +9,15 @@ from meshwright.base.codes.info import CodeInfo
 CODES: Final[tuple[CodeInfo, ...]] = (
     CodeInfo(
         code="E290",
-        title="Parameters cannot be offloaded on this layout yet",
+        title="Parameters cannot be offloaded under this schedule yet",
         kind="code",
-        why="what this key does with parameters or their gradients is not built for parameters that come and go",
-        needs="dp with any zero over all of dp, pp with gpipe, 1f1b or interleaved, any recompute, no adapter",
-        do="offload=optimizer, or set the key back",
-        page="""offload=parameters and parameters-nvme bring each block's parameters before it runs and let them go after
-it. The tensor, context and expert axes, replicas of the shard group (HSDP), backwards in two halves, compiled blocks and
-adapters each keep or use parameters in another way, which is not built together with that. offload=optimizer and
-optimizer-nvme go with all of them.""",
+        why="a weight half adds gradients outside the hooks that bring a block's gradients back to the device",
+        needs="zero >= 1 over several ranks, or gpipe, 1f1b or interleaved",
+        do="zero = 1 | schedule=1f1b | offload=optimizer",
+        page="""offload=parameters and parameters-nvme with zero=0 bring each block's parameters before it runs and its
+gradients before backward adds to them, and let both go after. Schedules with backwards in two halves (zb-h1, zbv,
+dualpipev and schedule files) add a block's gradients later, and are not built together with that. With zero from 1 FSDP2
+brings shards, under every schedule; all other keys go with both.""",
     ),
     CodeInfo(
         code="E291",
