@@ -89,6 +89,22 @@ def test_with_zero(pool, layout):
     proven(pool, layout, config=MIXTRAL)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2,cp=2,ep=2,zero=1,shard=2,order=tp/dp/cp/pp",
+        "dp=4,cp=2,ep=4,zero=3,shard=4,order=tp/dp/cp/pp",
+        "dp=4,cp=2,ep=4,zero=2,shard=2,order=tp/dp/cp/pp",
+        "dp=4,ep=4,zero=1,shard=2",
+        "dp=4,ep=4,zero=3,shard=2,tp=2",
+    ],
+)
+def test_replicas_inside_the_context_axis_and_several_shard_groups(pool, layout):
+    """Neighbours that are replicas are no neighbours of experts; where ep takes in shard groups, an expert is on one rank."""
+    proven(pool, layout, config=MIXTRAL)
+
+
 def test_more_shards_than_experts(pool):
     """Two experts on a rank over four shards: some hold padding only, and the account still closes."""
     proven(pool, "dp=8,ep=2,zero=3", config=MIXTRAL)

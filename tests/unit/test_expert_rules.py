@@ -56,6 +56,7 @@ def collectives(text: str, rank: int = 0, seq: int = 16, **changes: Any) -> tupl
         "dp=4,cp=2,ep=2,zero=1,shard=4,order=tp/dp/cp/pp",
         "dp=4,cp=2,ep=4,zero=3,shard=4,order=tp/dp/cp/pp,tp=2",
         "dp=4,ep=4,zero=1,shard=2",
+        "dp=4,cp=2,ep=4,zero=2,shard=2,order=tp/dp/cp/pp",
         "dp=4,cp=2,ep=8,zero=2,shard=4,order=dp/tp/cp/pp",
     ],
 )
@@ -67,6 +68,8 @@ def test_experts_are_spread_inside_shard_groups_in_any_order(text: str) -> None:
         assert set(group(layout, rank, EXPERT_SHARD)) <= set(shards)
         assert len(experts) == layout.ep
         assert set(experts) <= set(shards) or set(shards) <= set(experts)
+        for axis in EXPERT_AXES:  # torch numbers the ranks of a group in their own order
+            assert list(group(layout, rank, axis)) == sorted(group(layout, rank, axis))
     for axis in EXPERT_AXES:
         assert sorted(r for members in groups(layout, axis) for r in members) == list(
             range(layout.world_size)

@@ -235,7 +235,7 @@ class AdapterSection(Section):
     )
     targets: list[Name] = Field(
         default_factory=list,
-        description="last parts of the names of the linear layers that get one (q_proj); [] = attention and dense MLP",
+        description="last parts of the names of the layers that get one (q_proj, experts); [] = attention and dense MLP",
     )
 
 

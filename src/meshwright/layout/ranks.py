@@ -109,7 +109,9 @@ def _expert_group(layout: Layout, rank: int, axis: str) -> tuple[int, ...]:
     members = _plane(layout, rank, ("dp_replicate", "dp_shard", "cp"))
     if layout.zero and layout.dp_replicate > 1 and layout.order.index("cp") > layout.order.index("dp"):
         # one shard group after the other, so that neighbours are in one, and what is spread over it too
-        members = tuple(sorted(members, key=lambda r: (coordinates(layout, r)["dp_replicate"], r)))
+        apart = sorted(members, key=lambda r: (coordinates(layout, r)["dp_replicate"], r))
+        each = range(0, len(apart), layout.ep)
+        members = tuple(r for i in each for r in sorted(apart[i : i + layout.ep]))  # torch numbers a group so
     at, ep = members.index(rank), layout.ep
     if axis == EP:
         return members[at // ep * ep : at // ep * ep + ep]
