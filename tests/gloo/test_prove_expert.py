@@ -101,7 +101,7 @@ def test_with_zero(pool, layout):
     ],
 )
 def test_replicas_inside_the_context_axis_and_several_shard_groups(pool, layout):
-    """Neighbours that are replicas are no neighbours of experts; where ep takes in shard groups, an expert is on one rank."""
+    """Replicas are no neighbours of experts; where ep takes in several shard groups an expert is on one rank of each."""
     proven(pool, layout, config=MIXTRAL)
 
 
