@@ -96,6 +96,12 @@ CASES = [
     ("dp=4,ep=3", {"spec": mixtral()}, "E208", ("4 * 1 = 4", "ep = 2 | 4")),
     ("dp=16,ep=16", {"spec": mixtral()}, "E209", ("8 experts", "ep = 8")),
     ("dp=2,ep=2", {}, "E210", ("small",)),
+    (
+        "dp=4,cp=2,ep=4,zero=2,shard=2,order=tp/dp/cp/pp",
+        {"spec": mixtral(), "for_run": True},
+        "E265",
+        ("cp = 2 outside dp", "ep = 2 | 1"),
+    ),
     ("dp=12,zero=1,shard=6,ep=4", {"spec": mixtral(), "for_run": True}, "E265", ("6 ranks", "ep = 2 | 1")),
     ("dp=2,ep=2", {"spec": replace(mixtral(), family="other"), "for_run": True}, "E266", ("family other",)),
     ("dp=2", {"spec": mixtral(intermediate_size=252)}, "W265", ("252 x 2 bytes", "no multiple of 16")),

@@ -458,16 +458,17 @@ def _experts_built(spec: ModelSpec | None, layout: Layout) -> list[Problem]:
     problems: list[Problem] = []
     if spec is not None and spec.moe is None:
         return problems  # E210 says it
-    if layout.zero and shard > 1 and shard % ep and ep % shard:
+    outside = layout.cp > 1 and layout.order.index("cp") > layout.order.index("dp")
+    if layout.zero and shard > 1 and shard % ep and (ep % shard or outside):
         experts = spec.moe.num_experts if spec is not None and spec.moe is not None else shard
         legal = [d for d in divisors(layout.dp * layout.cp) if experts % d == 0]
-        legal = [d for d in legal if not (shard % d and d % shard)]
+        legal = [d for d in legal if shard % d == 0 or (d % shard == 0 and not outside)]
         problems.append(
             problem(
                 "E265",
                 where="layout.shard",
-                found=f"neither of ep = {ep} and the shard group of {shard} ranks divides the other "
-                f"(zero = {layout.zero})",
+                found=f"ep = {ep} with shard groups of {shard} ranks (zero = {layout.zero})"
+                + (f" and cp = {layout.cp} outside dp" if outside else ""),
                 do=f"ep = {nearest_choices(legal, ep)}, or zero = 0",
             )
         )

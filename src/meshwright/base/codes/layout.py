@@ -329,13 +329,13 @@ unless it is known to change nothing in training.""",
         title="The expert axis does not fit the shard group",
         kind="math",
         why="with ZeRO the ranks that hold the same experts share their state as far as they are in one shard group",
-        needs="ep divides shard, or shard divides ep (shard is dp * cp where it is not written)",
+        needs="ep divides shard, or with cp inside dp shard divides ep (shard is dp * cp where it is not written)",
         do="an ep that divides shard or is a multiple of it, or zero=0",
         page="""The expert axis is borrowed from dp x cp: ep neighbouring ranks hold all experts of a mixture between
 them. ZeRO spreads everything else over the shard group, and an expert over the part of that group that holds
 it: shard / ep ranks. Where ep takes in several whole shard groups an expert is on one rank of each ep, and its state is
 not spread any further. With shard=6 and ep=4 the same experts would be on two ranks of one shard group and on one of the
-next.""",
+next. Several shard groups with cp outside dp in order are not proved, and refused.""",
     ),
     CodeInfo(
         code="E266",
