@@ -79,7 +79,6 @@ BESIDE = [
     *((layout, SMALL, LORA) for layout in ("dp=2", "dp=2,zero=3", "pp=2,dp=2,zero=1", "tp=2,dp=2")),
     ("dp=2,ep=2", MIXTRAL, AdapterSpec(kind="lora", rank=3, alpha=5.0, targets=("experts",))),
     *((f"dp=2,zero={z},pp=2,schedule={s}", SMALL, None) for z, s in ((1, "zb-h1"), (2, "zbv,chunks=2"))),
-    ("dp=2,zero=1,pp=2,schedule=dualpipev,chunks=2", SMALL, None),
     *((f"{layout},compile=blocks", SMALL, None) for layout in ("dp=2", "dp=2,zero=3", "tp=2,recompute=full")),
 ]
 
@@ -123,8 +122,6 @@ def test_families_dropout_frozen_and_tied(pool, layout, options):
         pytest.param("dp=2,zero=3,precision=bf16", marks=slow),
         pytest.param("dp=2,precision=bf16", marks=slow),
         pytest.param("dp=2,zero=1,precision=fp16", marks=slow),
-        pytest.param("tp=2,precision=fp32", marks=slow),
-        pytest.param("cp=2,zero=3,tp=2,precision=fp32", marks=slow),
     ],
 )
 def test_every_bit_is_that_of_a_run_without_offload(job, layout):
@@ -150,8 +147,6 @@ def test_every_bit_is_that_of_a_run_without_offload(job, layout):
         pytest.param("dp=2,micro_batch=4", marks=slow),
         pytest.param("dp=2,recompute=full", marks=slow),
         pytest.param("dp=2,pp=2,zero=3", marks=slow),
-        pytest.param("tp=2", marks=slow),
-        pytest.param("cp=2", marks=slow),
     ],
 )
 def test_bytes_on_the_device_fall_as_predicted(job, layout):
