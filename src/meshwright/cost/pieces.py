@@ -617,7 +617,7 @@ class Pricer:
             if spec.norm == "rmsnorm"
             else 2.0 * entry,
             grown=self._grown(block, key),
-            noise=self._noise(tokens, key),
+            noise=max(self._noise(tokens, key), drawn * DRAWN_BYTES),
             # a norm keeps its input but where it computes on a float32 copy
             entry=0.0 if key.sp or (spec.norm == "rmsnorm" and self._residual_bytes(key) < 4) else entry,
             flops=flops,
