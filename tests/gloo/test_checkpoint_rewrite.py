@@ -51,6 +51,7 @@ def places(index: Any) -> set[tuple[str, tuple[int, ...]]]:
         (EVEN, "pp=2,tp=2,schedule=zbv", 4),
         (TIED, "dp=2,pp=2,zero=1", 4),
         (LLAMA, "dp=4,zero=3,shard=2", 4),
+        (EVEN, "dp=2,cp=2,zero=3", 4),
         (LLAMA, "dp=1", 1),
     ],
     ids=lambda v: v if isinstance(v, str) else None,
@@ -80,7 +81,7 @@ def test_a_rewritten_checkpoint_is_that_of_the_other_layout(pool, tmp_path, conf
 
 def test_what_cannot_be_rewritten_is_refused(pool, tmp_path):
     source = pool.run(saved, 1, tmp_path / "a", LLAMA, "precision=fp32")[0]["path"]
-    for layout, code in (("tp=2", "E2"), ("dp=3,zero=1", "E"), ("cp=2", "E900")):
+    for layout, code in (("tp=2", "E2"), ("dp=3,zero=1", "E"), ("dp=2,ep=2", "E")):
         with pytest.raises(MeshwrightError, match=code) as caught:
             reshard_command(str(source), f"{layout},precision=fp32", str(tmp_path / "b"))
         assert caught.value.exit_code == ExitCode.BAD_INPUT

@@ -47,7 +47,7 @@ from meshwright.layout.batch import derive_batch
 from meshwright.layout.check import check
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
-from meshwright.layout.ranks import coordinates
+from meshwright.layout.ranks import SHARD, coordinates, group, rank_of
 from meshwright.model.read_hf import spec_from_config
 from meshwright.model.sharding import rule, tp_ranges
 from meshwright.model.spec import ModelSpec, TensorSpec
@@ -62,16 +62,20 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(tensor: TensorSpec, spec: ModelSpec, layout: Layout, coords: Mapping[str, int]) -> list[Box]:
-    """Return the pieces of ``tensor`` that the rank at ``coords`` holds: its part on the tensor axis, cut by rows."""
+    """Return the pieces of ``tensor`` that the rank at ``coords`` holds: its part on the tensor axis, cut by rows.
+
+    ZeRO's rows lie over ``dp_shard`` and, within it, ``cp`` (``layout.ranks.SHARD``).
+    """
     shape, dim = tensor.shape, rule(tensor).tp_dim if layout.tp > 1 else None
     ranges: Sequence[tuple[int, int]] = [(0, shape[0])]
     if dim is not None:
         ranges = tp_ranges(tensor, layout.tp, coords["tp"], spec.attention)
     rows = sum(size for _, size in ranges) if dim in (None, 0) else shape[0]
     first, last = 0, rows
-    if layout.zero >= 1 and layout.dp_shard > 1:
-        each = -(-rows // layout.dp_shard)
-        first = min(coords["dp_shard"] * each, rows)
+    members = group(layout, rank_of(layout, coords), SHARD)
+    if layout.zero >= 1 and len(members) > 1:
+        each = -(-rows // len(members))
+        first = min(members.index(rank_of(layout, coords)) * each, rows)
         last = min(first + each, rows)
     found: list[Box] = []
     at = 0  # where a range begins in what the tensor axis left
@@ -222,13 +226,12 @@ def _new_plan(checkpoint: Path, manifest: Mapping[str, Any], layout: Layout) -> 
         raise MeshwrightError(
             problem("E713", where=str(checkpoint), found="the manifest has no plan.model_config")
         )
-    beyond = [axis for axis in ("cp", "ep") if layout.as_dict()[axis] > 1]
-    if beyond:
+    if layout.ep > 1:
         raise MeshwrightError(
             problem(
                 "E900",
                 where="--layout",
-                found=f"rewriting for {' and '.join(beyond)} is not built yet",
+                found="rewriting for ep is not built yet",
                 do="meshwright train --resume --layout L reshards on load, into any layout",
             )
         )
