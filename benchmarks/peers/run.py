@@ -21,8 +21,8 @@ from typing import Any
 GROUPS: dict[str, tuple[tuple[str, str], tuple[str, ...]]] = {
     "ddp": (("dp=2,zero=0", "loop"), ("torch-ddp", "accelerate-ddp", "deepspeed-z0")),
     "ddp-hf": (("dp=2,zero=0", "engine"), ("accelerate-ddp-hf", "hf-trainer-ddp")),
-    "zero1": (("dp=2,zero=1", "engine"), ("deepspeed-z1",)),
-    "zero2": (("dp=2,zero=2", "engine"), ("deepspeed-z2",)),
+    "zero1": (("dp=2,zero=1", "loop"), ("deepspeed-z1",)),
+    "zero2": (("dp=2,zero=2", "loop"), ("deepspeed-z2",)),
     "zero3": (("dp=2,zero=3", "loop"), ("torch-fsdp2", "deepspeed-z3")),
     "tp": (("tp=2,sp=off", "engine"), ("torch-tp", "megatron-tp")),
     "pp": (("pp=2", "engine"), ("torch-pp",)),

@@ -11,6 +11,7 @@ from torch import nn
 from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint.load import load_checkpoint
 from meshwright.parallel.offload import FileStore, HostStore, cut_pieces
+from meshwright.train.guards import Spikes
 from meshwright.train.keep import Best, Keeper
 from meshwright.train.memory import LiveBytes
 from meshwright.train.offload import OffloadedAdamW, make_optimizer
@@ -136,16 +137,22 @@ def keeper(held, optimizer, tmp_path):
         place=None,
         scale=loss_scale_for("fp32"),
         rate=rate,
+        spikes=Spikes(2.0),
         best=Best(),
     )
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "optimizer-nvme"])
 def test_a_background_save_holds_the_state_of_its_step(tmp_path, offload):
-    """The update after ``save`` does not reach the checkpoint, and a resumed run goes on with the same bits."""
+    """The update after ``save`` does not reach the checkpoint, and a resumed run goes on with the same bits.
+
+    Its guards know what they knew: a loss that is a spike for the run is one for the resumed run's first step.
+    """
     held = params()
     optimizer = made(held, tmp_path, offload)
     keeping = keeper(held, optimizer, tmp_path)
+    keeping.spikes.remember([3.0] * 12)
+    keeping.empty_in_row = 2
     for step in (0, 1):
         fill(held, step)
         optimizer.step()
@@ -157,6 +164,7 @@ def test_a_background_save_holds_the_state_of_its_step(tmp_path, offload):
     other = keeper(again, resumed, tmp_path)
     other.task.resume_from = tmp_path / "checkpoints" / "step-1"
     assert other.resume()[0] == 1
+    assert (other.spikes.check(6.1), other.empty_in_row) == (3.0, 2)
     fill(again, 1)
     resumed.step()
     for name, p in held.items():

@@ -160,6 +160,15 @@ class Spikes:
         self._factor = factor
         self._last: deque[float] = deque(maxlen=SPIKE_WINDOW)
 
+    def losses(self) -> list[float]:
+        """Return the losses that the next one is compared with, oldest first."""
+        return list(self._last)
+
+    def remember(self, losses: Sequence[float]) -> None:
+        """Compare with ``losses``, those of the steps before a checkpoint."""
+        self._last.clear()
+        self._last.extend(losses)
+
     def check(self, loss: float) -> float | None:
         """Return the usual loss that ``loss`` is a spike above, or None; a spike does not count for later ones."""
         if self._factor is None or not math.isfinite(loss):

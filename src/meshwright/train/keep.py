@@ -17,6 +17,7 @@ from meshwright.checkpoint.manifest import step_name, why_incomplete
 from meshwright.checkpoint.retain import Retention, retain
 from meshwright.checkpoint.save import capture
 from meshwright.checkpoint.state import Place
+from meshwright.train.guards import Spikes
 from meshwright.train.offload import OffloadedAdamW
 from meshwright.train.optim import Rate
 from meshwright.train.randomness import SCHEME
@@ -36,7 +37,7 @@ RESUMED = (
     "best",
 )
 """What a checkpoint's ``extra`` holds beside tensors. The learning rate and all random numbers are functions of step and
-seed, so their settings are stored and no state is."""
+seed, so their settings are stored and no state is. ``recent`` (what guards compare with) may be missing."""
 
 
 @dataclass
@@ -57,6 +58,8 @@ class Keeper:
     """Saves and restores one rank's part of a run.
 
     Attributes:
+        spikes: the losses that the guard against spikes compares with.
+        empty_in_row: steps in a row that had no token with a loss.
         finished: steps whose checkpoints have their names since ``news`` was last asked, and what retention removed.
     """
 
@@ -68,6 +71,8 @@ class Keeper:
     place: Place | None
     scale: LossScale
     rate: Rate
+    spikes: Spikes
+    empty_in_row: int = 0
     best: Best = field(default_factory=Best)
     finished: list[tuple[int, list[int]]] = field(default_factory=list[tuple[int, list[int]]])
 
@@ -140,6 +145,7 @@ class Keeper:
             "rng": {"scheme": SCHEME, "seed": self.task.run.run.seed},
             "schedule": asdict(self.rate),
             "best": asdict(self.best),
+            "recent": {"losses": self.spikes.losses(), "empty_in_row": self.empty_in_row},
             "eval_loss": eval_loss,
         }
 
@@ -161,6 +167,9 @@ class Keeper:
         self.scale.value, self.scale.good_steps = saved["value"], saved["good_steps"]
         self.scale.skipped_in_row = saved["skipped_in_row"]
         self.best = Best(**extra["best"])
+        recent = extra.get("recent", {"losses": [], "empty_in_row": 0})  # a checkpoint of before has none
+        self.spikes.remember(recent["losses"])
+        self.empty_in_row = int(recent["empty_in_row"])
         step = int(extra["step"])
         if path == self.folder / step_name(step) and not why_incomplete(path):
             self._started = step

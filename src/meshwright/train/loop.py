@@ -144,8 +144,8 @@ class _Session:
             place=_placing(self.model),
             scale=self.scale,
             rate=self.rate,
+            spikes=Spikes(run.guards.spike),
         )
-        self.spikes = Spikes(run.guards.spike)
         self.stragglers = Stragglers(run.guards.straggler)
         job = torchrun_job()
         self.links = Links(run.guards.slow_link, job.node if job is not None else 0, local_address(facts))
@@ -154,7 +154,7 @@ class _Session:
         self.memory = MemoryBytes(**{name: size for name, size in rest.items() if name != "offloaded"})
         self.times: list[float] = []
         self.phases: dict[str, list[float]] = {}
-        self.covered, self.empty_in_row = False, 0
+        self.covered = False
         self.done = self._resume() if task.resume_from is not None else 0
         self.final_loss, self.eval_loss, self.first_eval = math.nan, None, None
 
@@ -229,7 +229,7 @@ class _Session:
                 self._save(step - 1, wait=True)
             result = self._update(step, batch, traced)
         elapsed = time.perf_counter() - begin
-        self.empty_in_row = self.empty_in_row + 1 if result.valid_tokens == 0 else 0
+        self.keeper.empty_in_row = self.keeper.empty_in_row + 1 if result.valid_tokens == 0 else 0
         if result.valid_tokens and not self.covered:
             _check_coverage(self.model)
             self.covered = True
@@ -289,10 +289,10 @@ class _Session:
             self.log.event("not finite", step=step, loss=result.loss, first=texts[:1], also=texts[1:])
             if guards.nonfinite == "stop":
                 raise MeshwrightError(nonfinite_problem(step, found, f"loss {result.loss:g}"), ExitCode.NO)
-            _judge(result, self.scale, step, self.empty_in_row, texts[:1])
+            _judge(result, self.scale, step, self.keeper.empty_in_row, texts[:1])
         else:
-            _judge(result, self.scale, step, self.empty_in_row, [])
-        usual = self.spikes.check(result.loss)
+            _judge(result, self.scale, step, self.keeper.empty_in_row, [])
+        usual = self.keeper.spikes.check(result.loss)
         if usual is not None:
             self.log.event("loss spike", step=step, loss=result.loss, usual=usual, code="W544")
             if guards.on_spike == "stop":
