@@ -85,8 +85,8 @@ def test_warnings_are_kept() -> None:
 
 
 def test_everything_wrong_is_told_at_once() -> None:
-    found = refusal("dp=3,pp=9,zero=3,shard=2,offload=parameters", 8)
-    assert set(found) == {"E220", "E211", "E213", "E290"}
+    found = refusal("dp=3,pp=9,zero=3,shard=2,compile=blocks,recompute=selective", 8)
+    assert set(found) == {"E220", "E211", "E213", "E279"}
 
 
 def test_what_is_not_built_can_still_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:

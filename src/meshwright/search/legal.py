@@ -55,11 +55,11 @@ def experts(spec: ModelSpec, ep: Ints, room: Ints) -> Flags:
 
 
 def expert_shards(layout: Layout, zero: int, shard: int, order: tuple[str, ...]) -> bool:
-    """Return whether the runtime runs spread experts with a shard group: it is cut apart by the expert degree."""
+    """Return whether the runtime runs spread experts with a shard group: ep cuts it, or takes in whole groups."""
     if layout.ep == 1 or zero == 0 or shard == 1:
         return True
     outside = layout.cp > 1 and order.index("cp") > order.index("dp")
-    return shard % layout.ep == 0 and not (outside and shard < layout.dp * layout.cp)
+    return shard % layout.ep == 0 or (layout.ep % shard == 0 and not outside)
 
 
 def micro_batches(schedule: str, pp: int, chunks: int, m: Ints) -> Flags:
