@@ -155,4 +155,4 @@ def test_plan_by_layout_and_by_search():
     assert best.world_size == 8
     assert best.prediction is not None
     with pytest.raises(MeshwrightError, match="E555"):
-        meshwright.plan("llama-3.1-405b", seq_len=8192, global_batch=64, cluster="a100-40gb-x8")
+        meshwright.plan("llama-3.1-405b", seq_len=131072, global_batch=64, cluster="a100-40gb-x8")

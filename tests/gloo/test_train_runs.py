@@ -172,7 +172,7 @@ def test_what_a_run_refuses_before_it_writes(job):
         job.run("dp=3,precision=fp32", "x")
     assert {"9", "6"} <= set("".join(c if c.isdigit() else " " for c in str(error.value)).split())
     with pytest.raises(MeshwrightError) as error:
-        job.run("tp=2,offload=parameters,precision=fp32", "x")
+        job.run("dp=2,compile=blocks,recompute=selective,precision=fp32", "x")
     assert all(p.kind == "code" for p in error.value.problems if p.severity == "error")
     assert not (job.folder / "x").exists()
 

@@ -149,6 +149,17 @@ EXACT_NAMES: Final[tuple[PrivateName, ...]] = (
 )
 """Private names that only ``estimate --exact`` needs."""
 
+POOL_NAMES: Final[tuple[PrivateName, ...]] = (
+    PrivateName("torch.distributed.tensor.debug", "_clear_sharding_prop_cache", "mesh.pool"),
+    PrivateName(
+        "torch.distributed.tensor._sharding_prop",
+        "ShardingPropagator._propagate_tensor_meta_cached",
+        "mesh.pool",
+    ),
+    PrivateName("torch.distributed.tensor", "_redistribute._gen_transform_infos", "mesh.pool"),
+)
+"""Private names with which a pool of ranks forgets a job's meshes; a torch without one of them keeps those a while."""
+
 PIPELINE: Final = "parallel.pipeline"
 """The module whose names only a layout with pipeline stages needs."""
 SAVING: Final = "checkpoint."
