@@ -13,7 +13,9 @@ from meshwright.checkpoint.load import load_checkpoint
 from meshwright.checkpoint.save import save_checkpoint
 from meshwright.layout.parse import parse_layout
 from meshwright.mesh.device_mesh import build_mesh
+from meshwright.model.adapters import adapted
 from meshwright.model.read_hf import spec_from_config
+from meshwright.model.spec import AdapterSpec
 from meshwright.parallel.apply import ParallelModel, apply_plan, full_tensor, needs_tied_group
 from meshwright.program.make import make_plan
 from meshwright.program.plan_file import plan_to_dict
@@ -47,10 +49,17 @@ class Run:
     """One rank's part of a run of ``config`` under ``layout``."""
 
     def __init__(
-        self, rank: int, config: dict[str, Any], layout: str, *, seed: int, optimizer: Any = ADAMW
+        self,
+        rank: int,
+        config: dict[str, Any],
+        layout: str,
+        *,
+        seed: int,
+        optimizer: Any = ADAMW,
+        adapter: AdapterSpec | None = None,
     ) -> None:
         self.rank = rank
-        self.spec = spec_from_config(config, "small")
+        self.spec = adapted(spec_from_config(config, "small"), adapter)
         self.plan = make_plan(self.spec, parse_layout(layout), GLOBAL_BATCH, SEQ_LEN, "small")
         view = build_mesh(self.plan.layout, rank, tied=needs_tied_group(self.plan, self.spec))
         self.model: ParallelModel = apply_plan(self.plan, self.spec, view, seed=seed)

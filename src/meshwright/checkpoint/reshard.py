@@ -47,7 +47,8 @@ from meshwright.layout.batch import derive_batch
 from meshwright.layout.check import check
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
-from meshwright.layout.ranks import SHARD, coordinates, group, rank_of
+from meshwright.layout.ranks import EP, EXPERT_SHARD, SHARD, coordinates, group, rank_of
+from meshwright.model.adapters import adapted, adapter_from_dict
 from meshwright.model.read_hf import spec_from_config
 from meshwright.model.sharding import rule, tp_ranges
 from meshwright.model.spec import ModelSpec, TensorSpec
@@ -64,18 +65,24 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def boxes(tensor: TensorSpec, spec: ModelSpec, layout: Layout, coords: Mapping[str, int]) -> list[Box]:
     """Return the pieces of ``tensor`` that the rank at ``coords`` holds: its part on the tensor axis, cut by rows.
 
-    ZeRO's rows lie over ``dp_shard`` and, within it, ``cp`` (``layout.ranks.SHARD``).
+    ZeRO's rows lie over ``dp_shard`` and, within it, ``cp`` (``layout.ranks.SHARD``). Of a stack of experts a rank of
+    the expert axis holds its own, and ZeRO's rows of those lie over the ranks that hold the same ones.
     """
-    shape, dim = tensor.shape, rule(tensor).tp_dim if layout.tp > 1 else None
-    ranges: Sequence[tuple[int, int]] = [(0, shape[0])]
+    cut, shape, rank = rule(tensor), tensor.shape, rank_of(layout, coords)
+    dim = cut.tp_dim if layout.tp > 1 else None
+    base, count, members = 0, shape[0], group(layout, rank, SHARD)
+    if layout.ep > 1 and cut.ep_dim is not None:
+        count = shape[0] // layout.ep
+        base = group(layout, rank, EP).index(rank) * count
+        members = group(layout, rank, EXPERT_SHARD)
+    ranges: Sequence[tuple[int, int]] = [(base, count)]
     if dim is not None:
         ranges = tp_ranges(tensor, layout.tp, coords["tp"], spec.attention)
-    rows = sum(size for _, size in ranges) if dim in (None, 0) else shape[0]
+    rows = sum(size for _, size in ranges) if dim in (None, 0) else count
     first, last = 0, rows
-    members = group(layout, rank_of(layout, coords), SHARD)
     if layout.zero >= 1 and len(members) > 1:
         each = -(-rows // len(members))
-        first = min(members.index(rank_of(layout, coords)) * each, rows)
+        first = min(members.index(rank) * each, rows)
         last = min(first + each, rows)
     found: list[Box] = []
     at = 0  # where a range begins in what the tensor axis left
@@ -86,7 +93,7 @@ def boxes(tensor: TensorSpec, spec: ModelSpec, layout: Layout, coords: Mapping[s
             offsets[0], sizes[0] = start + low - at, max(0, high - low)
             at += size
         else:
-            offsets[0], sizes[0] = first, last - first
+            offsets[0], sizes[0] = base + first, last - first
             offsets[dim], sizes[dim] = start, size
         if all(sizes):
             found.append((tuple(offsets), tuple(sizes)))
@@ -158,8 +165,7 @@ def reshard(checkpoint: Path, layout: Layout, out: Path) -> dict[str, Any]:
 
     Raises:
         MeshwrightError: E701, E702, E709, E710, E711 as in loading; what is illegal about the layout; E712 ``out`` has
-            that step already, E713 no model config, E720 tensors differ afterwards, E900 an axis that is not written
-            yet, E703 ``out`` cannot be written.
+            that step already, E713 no model config, E720 tensors differ afterwards, E703 ``out`` cannot be written.
     """
     manifest = read_manifest(checkpoint)
     plan, spec = _new_plan(checkpoint, manifest, layout)
@@ -226,16 +232,9 @@ def _new_plan(checkpoint: Path, manifest: Mapping[str, Any], layout: Layout) -> 
         raise MeshwrightError(
             problem("E713", where=str(checkpoint), found="the manifest has no plan.model_config")
         )
-    if layout.ep > 1:
-        raise MeshwrightError(
-            problem(
-                "E900",
-                where="--layout",
-                found="rewriting for ep is not built yet",
-                do="meshwright train --resume --layout L reshards on load, into any layout",
-            )
-        )
     spec = spec_from_config(config, name=str(old.get("model_name", "")), source=str(checkpoint))
+    if old.get("adapter") is not None:
+        spec = adapted(spec, adapter_from_dict(old["adapter"]))
     batch: Mapping[str, Any] = old["batch"]
     size, length = batch["global_batch"], batch["seq_len"]
     refuse(check(spec, layout, derive_batch(layout, size, length), None, for_run=True))
