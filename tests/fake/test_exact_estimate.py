@@ -141,7 +141,11 @@ def test_more_composed_bytes(monkeypatch: pytest.MonkeyPatch, layout: str) -> No
     config = LLAMA | {"num_hidden_layers": 7 * stages}
     layout += f",cut={'/'.join(['7'] * stages)}"
     composed = answered(config, layout, 12)["exact"]["ranks"]
-    assert all(r["method"].startswith("composed") for r in composed), [r["method"] for r in composed]
+    alike = [r["method"].startswith("composed") for r in composed]
+    # stages that take turns: what a rank holds at its peak need not lie on a line; then its step is played whole
+    turns = "interleaved" in layout or "zbv" in layout
+    assert turns or all(alike), [r["method"] for r in composed]
+    assert all(a or "on the line" in r["method"] for a, r in zip(alike, composed, strict=True))
     monkeypatch.setattr("meshwright.exact.rank.axis", lambda size, *_, **__: _one(size))
     whole = answered(config, layout, 12)["exact"]["ranks"]
     for mine, theirs in zip(composed, whole, strict=True):
