@@ -16,7 +16,14 @@ import pytest
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.mesh.env import RankFacts
 from meshwright.mesh.launch import run_local
-from meshwright.mesh.rank_process import RankFailure, RankReport, cause_of, order_reports, rendezvous
+from meshwright.mesh.rank_process import (
+    RankFailure,
+    RankReport,
+    cause_of,
+    order_reports,
+    rendezvous,
+    report_error,
+)
 
 pytestmark = pytest.mark.gloo
 
@@ -340,6 +347,40 @@ def test_e508_rank_0_does_not_come(tmp_path: Path) -> None:
 )
 def test_causes(error: BaseException, cause: str) -> None:
     assert cause_of(error) == cause
+
+
+@pytest.mark.parametrize(
+    ("inner", "cause"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer."), "peer"),
+        (RuntimeError("Timed out waiting 5000ms for recv operation to complete"), "timeout"),
+        (MemoryError("of a stage"), "memory"),
+        (ValueError("x"), "own"),
+        (MeshwrightError(problem("E570", where="step 1", found="nan")), "own"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else None,
+)
+@pytest.mark.parametrize("text", ["[Stage 0] failed to run forward:", "Failed to run stage backward:"])
+def test_what_a_stage_met_is_reported_not_what_torch_wraps_around_it(inner, cause, text) -> None:
+    """A rank that lost the one that was killed is not the culprit, in a pipeline neither."""
+    try:
+        try:
+            raise inner
+        except Exception as error:
+            raise RuntimeError(f"\n            {text}\n            args: ()") from error
+    except RuntimeError as error:
+        report = report_error(1, error)
+    assert (report.cause, report.type_name, report.message) == (
+        cause,
+        type(inner).__name__,
+        str(inner).strip(),
+    )
+    assert (report.error is inner) == isinstance(inner, MeshwrightError)
+    assert text in report.trace
+    assert type(inner).__name__ in report.trace
+    own = RuntimeError("of the user")
+    own.__cause__ = inner
+    assert (report_error(1, own).cause, report_error(1, own).message) == ("own", "of the user")
 
 
 def test_the_culprit_comes_first() -> None:

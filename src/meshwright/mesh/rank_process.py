@@ -38,6 +38,8 @@ _TIMEOUT = re.compile(
     r"timed out|time[- ]?out|deadline exceeded|failed to pass monitoredbarrier", re.IGNORECASE
 )
 _MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
+_WRAPPED = re.compile(r"failed to run (forward|stage backward)", re.IGNORECASE)
+"""How torch's pipelining begins the RuntimeError that it raises from what a stage met."""
 _COLLECTIVES = frozenset(
     [
         "all_reduce",
@@ -141,8 +143,16 @@ def order_reports(reports: Sequence[RankReport]) -> list[RankReport]:
     return sorted(reports, key=key)
 
 
+def root_of(error: BaseException) -> BaseException:
+    """Return the exception that a stage met, which torch's pipelining wraps in a RuntimeError; any other as it is."""
+    while type(error) is RuntimeError and error.__cause__ is not None and _WRAPPED.search(str(error)):
+        error = error.__cause__
+    return error
+
+
 def cause_of(error: BaseException) -> str:
     """Return "memory", "peer", "timeout" or "own" for an exception raised in a rank."""
+    error = root_of(error)
     if isinstance(error, MeshwrightError):
         return "timeout" if error.problems[0].code == "E508" else "own"
     text = f"{type(error).__name__}: {error}"
@@ -202,16 +212,17 @@ def _trace_frames(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
 
 
 def report_error(rank: int, error: BaseException) -> RankReport:
-    """Return the report of an exception that ``rank`` raised just now."""
-    waiting, place = describe_frames(_trace_frames(error.__traceback__))
+    """Return the report of an exception that ``rank`` raised just now; its trace has what torch wrapped around it too."""
+    root = root_of(error)
+    waiting, place = describe_frames(_trace_frames(root.__traceback__))
     return RankReport(
         rank=rank,
         cause=cause_of(error),
-        type_name=type(error).__name__,
-        message=str(error).strip() or "(no message)",
+        type_name=type(root).__name__,
+        message=str(root).strip() or "(no message)",
         time_s=time.monotonic(),
         trace="".join(traceback.format_exception(error)),
-        error=error if isinstance(error, MeshwrightError) else None,
+        error=root if isinstance(root, MeshwrightError) else None,
         waiting=waiting,
         place=place,
     )
