@@ -504,7 +504,8 @@ def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
         what = f"{spec.num_kv_heads} key/value heads, fused with the queries, over tp = {tp}"
         legal = nearest_choices(divisors(spec.num_kv_heads), tp)
         reasons.append((what, "whole key/value heads on each rank", f"tp = {legal}"))
-    if any(t.role == "shared_out" and t.is_bias for b in spec.blocks for t in b.tensors):
+    mixture = next((b for b in spec.blocks if b.moe is not None), None) if spec.moe is not None else None
+    if mixture is not None and any(t.role == "shared_out" and t.is_bias for t in mixture.tensors):
         what = f'tp = {tp} with "{spec.name}", whose shared experts have biases (mlp_bias)'
         reasons.append((what, "mlp_bias = false, or tp = 1", dp_instead))
     return [problem("E253", where="layout.tp", found=f, needs=n, do=d) for f, n, d in reasons]
