@@ -76,10 +76,13 @@ def test_what_the_models_hold_is_read_once_for_a_state_of_the_files(tmp_path: Pa
     assert files_key(models, tools) != key
     Reader(read, tools, tmp_path / "cache")(models)
     assert len(asked) == 3
-    next((tmp_path / "cache").glob(f"*{key}.json")).write_text("{")  # a damaged file is read anew
-    os.utime(changed, (1.0, 1.0))
-    Reader(read, tools, tmp_path / "cache")(models)
-    assert len(asked) == 4
+    kept = next((tmp_path / "cache").glob(f"*{files_key(models, tools)}.json"))
+    whole = kept.read_text()
+    damages = ("{", "[]", "[1, 2]", '{"a": 1}', '[[["x"], [["m", [1]]]]]')
+    for number, damage in enumerate(damages, start=4):  # a damaged file is read anew, and replaced
+        kept.write_text(damage)
+        assert Reader(read, tools, tmp_path / "cache")(models) == found
+        assert (len(asked), kept.read_text()) == (number, whole)
 
 
 def test_a_module_is_imported_when_something_of_it_is_called(

@@ -18,7 +18,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
+
+from meshwright.base.files import write_whole
 
 TOOLS = "transformers.utils.import_utils"
 READER = "define_import_structure"
@@ -104,7 +106,9 @@ class Reader:
     def _remembered(self) -> list[Any]:
         file = self._cache / f"transformers-models-{files_key(self._models, self._tools_file)}.json"
         with contextlib.suppress(OSError, ValueError):
-            return json.loads(file.read_text(encoding="utf-8"))
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            if _is_index(kept):  # a damaged file is read anew and replaced
+                return kept
         found = self._read(str(self._models))
         known = [
             [sorted(needs), [[name, sorted(names)] for name, names in modules.items()]]
@@ -112,10 +116,26 @@ class Reader:
         ]
         with contextlib.suppress(OSError):
             self._cache.mkdir(parents=True, exist_ok=True)
-            part = file.with_suffix(f".{os.getpid()}.part")
-            part.write_text(json.dumps(known), encoding="utf-8")
-            part.replace(file)
+            write_whole(file, json.dumps(known))
         return known
+
+
+def _is_index(value: Any) -> bool:
+    """Return whether ``value`` is what ``Reader`` writes: not empty, [needs, [[module, names], ...]] each."""
+
+    def texts(found: Any) -> bool:
+        return isinstance(found, list) and all(isinstance(t, str) for t in cast("list[Any]", found))
+
+    def pair(found: Any) -> bool:
+        return isinstance(found, list) and len(cast("list[Any]", found)) == 2
+
+    def entry(found: Any) -> bool:
+        return pair(found) and texts(found[0]) and isinstance(found[1], list) and all(map(module, found[1]))
+
+    def module(found: Any) -> bool:
+        return pair(found) and isinstance(found[0], str) and texts(found[1])
+
+    return isinstance(value, list) and bool(value) and all(map(entry, cast("list[Any]", value)))
 
 
 def files_key(folder: Path, *others: Path) -> str:
