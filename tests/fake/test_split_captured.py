@@ -10,7 +10,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright.cluster.load import read_cluster
-from meshwright.cost.pieces import make_pricer, work_key
+from meshwright.cost.pieces import make_pricer
+from meshwright.cost.work import work_key
 from meshwright.layout.parse import parse_layout
 from meshwright.model.read_hf import read_model
 from meshwright.parallel.stage import cut_stage

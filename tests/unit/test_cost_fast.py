@@ -7,9 +7,10 @@ from tests.unit.test_cluster_load import PROBE
 
 from meshwright.cluster.load import cluster_from_probe, read_cluster
 from meshwright.cluster.spec import ClusterSpec
-from meshwright.cost.fast import columns, stage_tensors, stage_units
+from meshwright.cost.fast import columns
 from meshwright.cost.pieces import make_pricer
 from meshwright.cost.predict import predict_with
+from meshwright.cost.units import stage_tensors, stage_units
 from meshwright.layout.batch import derive_batch
 from meshwright.layout.check import divisors
 from meshwright.layout.cut import even_cut, resolve_cut

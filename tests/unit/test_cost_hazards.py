@@ -10,9 +10,9 @@ from meshwright.base.units import GB, GIB, format_bytes, parse_bytes
 from meshwright.cluster.load import cluster_from_dict, read_cluster
 from meshwright.cost.collective import GroupShape, shape_of, strided_shape
 from meshwright.cost.estimate import estimate
-from meshwright.cost.fast import group_shapes, pipeline_seconds, stage_units
 from meshwright.cost.memory import CATEGORIES
 from meshwright.cost.pieces import make_pricer
+from meshwright.cost.pipeline import pipeline_seconds
 from meshwright.cost.predict import oom_probability, predict
 from meshwright.cost.state import (
     MEGATRON_BF16,
@@ -24,6 +24,7 @@ from meshwright.cost.state import (
     textbook_state_bytes,
     unsynced_gradient_bytes,
 )
+from meshwright.cost.units import group_shapes, stage_units
 from meshwright.layout.batch import derive_batch
 from meshwright.layout.parse import parse_layout
 from meshwright.layout.ranks import group

@@ -10,12 +10,14 @@ import pytest
 
 from meshwright.cluster.load import read_cluster
 from meshwright.cost.collective import shape_of, strided_shape
-from meshwright.cost.fast import columns, expert_shapes, group_shapes
-from meshwright.cost.pieces import make_pricer, work_key
+from meshwright.cost.fast import columns
+from meshwright.cost.pieces import make_pricer
 from meshwright.cost.rows import rows_of
 from meshwright.cost.slots import make_slot
 from meshwright.cost.sweep import sweep
 from meshwright.cost.tables import make_tables
+from meshwright.cost.units import expert_shapes, group_shapes
+from meshwright.cost.work import work_key
 from meshwright.layout.batch import derive_batch
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout

@@ -10,8 +10,9 @@ from meshwright.base.errors import MeshwrightError
 from meshwright.base.records import MemoryBytes, Prediction
 from meshwright.cluster.load import cluster_from_probe, read_cluster
 from meshwright.cost.estimate import estimate
-from meshwright.cost.pieces import make_pricer, work_key
+from meshwright.cost.pieces import make_pricer
 from meshwright.cost.predict import predict
+from meshwright.cost.work import work_key
 from meshwright.layout.batch import derive_batch
 from meshwright.layout.parse import parse_layout
 from meshwright.model.read_hf import read_model

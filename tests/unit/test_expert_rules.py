@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.cost.pieces import unit_size
+from meshwright.cost.units import unit_size
 from meshwright.layout.batch import derive_batch
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout

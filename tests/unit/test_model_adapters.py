@@ -8,7 +8,8 @@ import pytest
 
 from meshwright.base.errors import MeshwrightError, problem
 from meshwright.cluster.load import read_cluster
-from meshwright.cost.pieces import make_pricer, work_key
+from meshwright.cost.pieces import make_pricer
+from meshwright.cost.work import work_key
 from meshwright.layout.parse import parse_layout
 from meshwright.model.adapters import adapted, base_names, leaf, parse_adapter, target_names, without_adapter
 from meshwright.model.counts import flops_per_token, matmul_parameters

@@ -9,7 +9,8 @@ from statistics import fmean
 from typing import Any, Final
 
 from meshwright.cluster.spec import ClusterSpec
-from meshwright.cost.pieces import make_pricer, work_key
+from meshwright.cost.pieces import make_pricer
+from meshwright.cost.work import work_key
 from meshwright.layout.layout import Layout
 from meshwright.model.read_hf import spec_from_config
 

@@ -12,9 +12,11 @@ from meshwright.base.errors import MeshwrightError, problem, refuse
 from meshwright.base.records import MemoryBytes, Prediction, RankRecord, TimeSeconds
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.collective import Floats
-from meshwright.cost.fast import Columns, columns, contention, over_ranks, rank_peaks
+from meshwright.cost.fast import Columns, columns
+from meshwright.cost.loads import over_ranks, rank_peaks
 from meshwright.cost.memory import PEAK_SPREAD, memory_record
 from meshwright.cost.pieces import Pricer, make_pricer
+from meshwright.cost.pipeline import contention
 from meshwright.cost.replay import part_of
 from meshwright.cost.shipped import cold_band
 from meshwright.layout.batch import Batch

@@ -8,8 +8,8 @@ from meshwright.base.records import Prediction
 from meshwright.base.units import format_bytes, format_seconds
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.collective import CollectiveTimes
-from meshwright.cost.fast import group_shapes
 from meshwright.cost.predict import fits
+from meshwright.cost.units import group_shapes
 from meshwright.layout.layout import Layout
 
 BINDING_SHARE: Final = 0.15

@@ -14,16 +14,9 @@ import numpy as np
 
 from meshwright.cost.bounds import chunks_held, least_seconds, split_moments
 from meshwright.cost.collective import Floats
-from meshwright.cost.fast import (
-    ALL_SPLIT,
-    SUMMED,
-    Sizes,
-    data_waits,
-    optimizer_seconds,
-    other_seconds,
-    over_owned,
-    stage_load,
-)
+from meshwright.cost.data_parallel import data_waits
+from meshwright.cost.fast import ALL_SPLIT, SUMMED, optimizer_seconds, other_seconds
+from meshwright.cost.loads import Sizes, over_owned, stage_load
 from meshwright.cost.memory import StageLoad, outside_allocator, peak_memory
 from meshwright.cost.offload import is_away
 from meshwright.cost.offloaded import away_codes, away_seconds

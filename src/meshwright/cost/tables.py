@@ -10,17 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.collective import Floats, GroupShape
-from meshwright.cost.fast import (
-    StageUnits,
-    expert_shapes,
-    group_shapes,
-    message_seconds,
-    stage_units,
-    tied_seconds,
-    unit_seconds,
-)
-from meshwright.cost.pieces import Pricer, UnitSize, Work, sharding_stage, work_key
+from meshwright.cost.data_parallel import unit_seconds
+from meshwright.cost.pieces import Pricer
+from meshwright.cost.pipeline import message_seconds, tied_seconds
 from meshwright.cost.rows import Index, Rows
+from meshwright.cost.units import StageUnits, UnitSize, expert_shapes, group_shapes, stage_units
+from meshwright.cost.work import Work, sharding_stage, work_key
 from meshwright.layout.layout import Layout
 
 BLOCK_KEYS: Final = ("tp", "sp", "cp", "cp_style", "ep", "micro_batch", "recompute", "plain")

@@ -8,7 +8,7 @@ from typing import Final
 
 from meshwright.base.records import Measurement, Prediction, RankRecord, TimeSeconds
 from meshwright.cluster.spec import ClusterSpec
-from meshwright.cost.fast import contention
+from meshwright.cost.pipeline import contention
 from meshwright.model.counts import flops_per_token
 from meshwright.probe.processor import core_share
 from meshwright.probe.steps import RankSteps

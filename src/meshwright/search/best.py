@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.collective import Floats
-from meshwright.cost.fast import contention, shares_cores
+from meshwright.cost.pipeline import contention, shares_cores
 from meshwright.cost.predict import OOM_GATE, oom_probability
 from meshwright.cost.replay import makespans
 from meshwright.cost.rows import Index, Rows
