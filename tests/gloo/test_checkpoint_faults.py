@@ -17,7 +17,7 @@ from meshwright.base.errors import MeshwrightError
 from meshwright.checkpoint import save as save_module
 from meshwright.checkpoint.load import latest_checkpoint
 from meshwright.checkpoint.manifest import why_incomplete
-from meshwright.mesh.rank_process import RankFailure
+from meshwright.mesh.rank_report import RankFailure
 
 LAYOUT = "dp=2,zero=3,precision=fp32"
 

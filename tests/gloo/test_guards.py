@@ -16,7 +16,7 @@ from test_hazards_run import metrics, task, train
 from hazard_runs import MINI, Rig, tokens
 from meshwright.base.errors import MeshwrightError
 from meshwright.mesh.env import RankFacts
-from meshwright.mesh.rank_process import RankFailure
+from meshwright.mesh.rank_report import RankFailure
 from meshwright.train import links as links_module
 from meshwright.train import loop as loop_module
 from meshwright.train.guards import Heartbeat, Spikes, Stragglers, checksum, drifted, locate

@@ -18,7 +18,7 @@ from hazard_runs import MINI, SEQ_LEN, Rig
 from meshwright.checkpoint.metadata import read_index
 from meshwright.layout.parse import parse_layout
 from meshwright.mesh.env import RankFacts
-from meshwright.mesh.rank_process import RankFailure
+from meshwright.mesh.rank_report import RankFailure
 from meshwright.model.read_hf import spec_from_config
 from meshwright.program.make import make_plan
 from meshwright.train.data import TokenData, TokenStream, rank_batch

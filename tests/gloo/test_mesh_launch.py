@@ -16,14 +16,8 @@ import pytest
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.mesh.env import RankFacts
 from meshwright.mesh.launch import run_local
-from meshwright.mesh.rank_process import (
-    RankFailure,
-    RankReport,
-    cause_of,
-    order_reports,
-    rendezvous,
-    report_error,
-)
+from meshwright.mesh.rank_process import rendezvous
+from meshwright.mesh.rank_report import RankFailure, RankReport, cause_of, order_reports, report_error
 
 pytestmark = pytest.mark.gloo
 

@@ -13,7 +13,7 @@ from proofs import SMALL, prove
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.mesh.pool import RankPool
-from meshwright.mesh.rank_process import RankFailure
+from meshwright.mesh.rank_report import RankFailure
 
 pytestmark = pytest.mark.gloo
 

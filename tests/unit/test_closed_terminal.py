@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.mesh import launch
+from meshwright.mesh import signals
 
 RANKS = (101, 102)
 
@@ -21,7 +21,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
     found: list[tuple[int, int]] = []
     real = os.kill
     monkeypatch.setattr(
-        launch.os, "kill", lambda pid, n: found.append((pid, n)) if pid in RANKS else real(pid, n)
+        signals.os, "kill", lambda pid, n: found.append((pid, n)) if pid in RANKS else real(pid, n)
     )
     before = {n: signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGTERM)}
     yield found
@@ -31,7 +31,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
 
 def forward(grace_s: float) -> Any:
     handles: Any = [SimpleNamespace(process=SimpleNamespace(pid=pid)) for pid in RANKS]
-    return launch._Forward(handles, grace_s)
+    return signals.Forward(handles, grace_s)
 
 
 def test_a_closed_terminal_is_sigterm(sent: list[tuple[int, int]]) -> None:
@@ -42,7 +42,7 @@ def test_a_closed_terminal_is_sigterm(sent: list[tuple[int, int]]) -> None:
     with job.signals():
         job.check()
         signal.raise_signal(signal.SIGHUP)
-        with pytest.raises(launch._Stopped):  # the time to save is counted
+        with pytest.raises(signals.Stopped):  # the time to save is counted
             job.check()
     assert sent == [(pid, signal.SIGTERM) for pid in RANKS]
     assert told == [signal.SIGTERM]

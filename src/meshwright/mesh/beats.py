@@ -22,7 +22,7 @@ from typing import Any, Final
 from meshwright.base.errors import ExitCode, Problem, problem
 from meshwright.mesh import env
 from meshwright.mesh.env import RankFacts
-from meshwright.mesh.rank_process import as_text
+from meshwright.mesh.rank_report import as_text
 
 EVERY_S: Final = 0.5
 ALL_PAIRS: Final = 16

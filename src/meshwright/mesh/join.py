@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.base.errors import ExitCode, MeshwrightError, problem, refuse
 from meshwright.mesh import env, out_of_memory
 from meshwright.mesh.env import RankFacts
-from meshwright.mesh.rank_process import as_text, report_error
+from meshwright.mesh.rank_report import as_text, report_error
 
 _CODES = {"peer": "E574", "timeout": "E513", "memory": "E512"}
 

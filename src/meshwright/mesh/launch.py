@@ -7,25 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import faulthandler
-import gc
-import json
-import mmap
 import multiprocessing
 import os
 import pickle
 import shutil
-import signal
-import struct
 import sys
 import tempfile
-import threading
-import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,29 +23,23 @@ from meshwright.mesh import env, out_of_memory
 from meshwright.mesh.env import RankFacts
 from meshwright.mesh.imports import load_modules
 from meshwright.mesh.join import run_joined
+from meshwright.mesh.rank_files import _POSITION_BYTES, Tail, position_file, print_line, read_position
+from meshwright.mesh.rank_job import Job, run_rank
 from meshwright.mesh.rank_process import (
-    RankEnd,
     RankHandle,
-    RankReport,
-    as_text,
     collect,
-    default_group,
     end_processes,
     load_torch,
-    rendezvous,
-    report_error,
-    watch_signals,
 )
+from meshwright.mesh.rank_report import RankReport, as_text
+from meshwright.mesh.signals import Forward, Stopped, stop_on_sigterm
 
 GRACE_S = 2.0
 """After the first failure the other ranks have this long to say what they saw."""
+
+
 TERM_S = 1.0
 """Between SIGTERM and SIGKILL."""
-MEETING_S = 60.0
-"""Ranks of one machine must have met after this long."""
-_POSITION_BYTES = 4096
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
-"""The signals that a job may hand on to its ranks."""
 
 
 class LostRank(MeshwrightError):
@@ -73,27 +56,6 @@ class LostRank(MeshwrightError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by parts."""
         return (LostRank, (self.problems, self.rank))
-
-
-class _Stopped(Exception):
-    """The launching process received SIGTERM."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What a rank needs to know before it can call the worker. Picklable, for ranks that are spawned."""
-
-    worker: Callable[[RankFacts, Any], Any]
-    payload: Any
-    rank: int
-    world_size: int
-    folder: str
-    log_file: str
-    device: str
-    backend: str
-    collective_timeout_s: float
-    port: int
-    threads: int
 
 
 def run_local(
@@ -164,7 +126,7 @@ def run_local(
     logs = Path(log_dir) if log_dir is not None else Path(tempfile.mkdtemp(prefix="meshwright-logs-"))
     logs.mkdir(parents=True, exist_ok=True)
     jobs = [
-        _Job(
+        Job(
             worker=worker,
             payload=payload,
             rank=rank,
@@ -227,7 +189,7 @@ def _join(
 
 
 def _run_jobs(
-    jobs: Sequence[_Job],
+    jobs: Sequence[Job],
     spawn: bool,
     timeout_s: float | None,
     on_line: Callable[[str], None] | None,
@@ -237,25 +199,25 @@ def _run_jobs(
     context: Any = multiprocessing.get_context("spawn" if spawn else "fork")
     folder = jobs[0].folder
     for job in jobs:
-        with open(_position_file(folder, job.rank), "wb") as file:
+        with open(position_file(folder, job.rank), "wb") as file:
             file.truncate(_POSITION_BYTES)
-    tail = _Tail(os.path.join(folder, "stdout"), on_line or _print_line)
+    tail = Tail(os.path.join(folder, "stdout"), on_line or print_line)
     handles: list[RankHandle] = []
     clean = False
-    forward = _Forward(handles, stop_grace_s) if stop_grace_s is not None else None
+    forward = Forward(handles, stop_grace_s) if stop_grace_s is not None else None
 
     def tick() -> None:
         tail.forward()
         if forward is not None:
             forward.check()
 
-    with _stop_on_sigterm() if forward is None else forward.signals():
+    with stop_on_sigterm() if forward is None else forward.signals():
         try:
             for job in jobs:
                 ours, theirs = context.Pipe()
                 inherited = [] if spawn else [h.connection for h in handles] + [ours]
                 process = context.Process(
-                    target=_rank, args=(theirs, inherited, job), name=f"rank-{job.rank}"
+                    target=run_rank, args=(theirs, inherited, job), name=f"rank-{job.rank}"
                 )
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -278,7 +240,7 @@ def _run_jobs(
                 raise _as_error(reports, jobs, timeout_s, finished=sorted(results))
             clean = True
             return [pickle.loads(results[job.rank]) for job in jobs]
-        except _Stopped as stopped:
+        except Stopped as stopped:
             raise MeshwrightError(
                 problem("E515", where=f"job of {len(jobs)} ranks", found="SIGTERM; all its ranks were ended"),
                 ExitCode.ENVIRONMENT,
@@ -294,217 +256,6 @@ def _run_jobs(
             tail.forward(last=True)
 
 
-@contextlib.contextmanager
-def _stop_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into an exception, so that the ranks are ended; only the main thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise _Stopped
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-class _Forward:
-    """Hands SIGTERM and SIGUSR1 on to the ranks, and counts the time that they have to stop.
-
-    A terminal that closes (SIGHUP) is SIGTERM to the job, unless it was started to outlive it (nohup ignores SIGHUP).
-    """
-
-    def __init__(self, handles: Sequence[RankHandle], grace_s: float) -> None:
-        self._handles = handles
-        self._grace_s = grace_s
-        self._until: float | None = None
-        self._owner = os.getpid()
-        self._before: dict[int, Any] = {}
-
-    def check(self) -> None:
-        """Raise _Stopped when the time to stop is over."""
-        if self._until is not None and time.monotonic() >= self._until:
-            raise _Stopped
-
-    def _hand_on(self, number: int, frame: object) -> None:
-        number = signal.SIGTERM if number == signal.SIGHUP else number
-        caller = self._before.get(number)
-        if callable(caller) and os.getpid() == self._owner:  # whoever runs the job wants to know, too
-            caller(number, frame)
-        if number == signal.SIGTERM:
-            self._until = min(self._until or float("inf"), time.monotonic() + self._grace_s)
-        for handle in list(self._handles):
-            if handle.process.pid is not None and os.getpid() == self._owner:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(handle.process.pid, number)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the two signals back, also in what is started meanwhile: a rank takes them when its worker is ready."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        """Take the two signals while the context is open; only the main thread can."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        outlives = signal.getsignal(signal.SIGHUP) != signal.SIG_DFL
-        taken = FORWARDED if outlives else (*FORWARDED, signal.SIGHUP)
-        self._before = {n: signal.signal(n, self._hand_on) for n in taken}
-        try:
-            yield
-        finally:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
-
-
-def _rank(connection: Connection, inherited: list[Connection], job: _Job) -> None:
-    """Be one rank: set up, meet the others, run the worker, send its result."""
-    gc.freeze()  # what was there before the fork is not ours to search
-    for other in inherited:  # or the other ends would never see that the parent is gone
-        other.close()
-    _redirect(job)
-    watch_signals()
-    env.become_local_rank(debug=env.debug_level())
-    end = RankEnd(connection)
-    try:
-        import torch
-        import torch.distributed as dist
-
-        torch.set_num_threads(job.threads)
-        dist.set_debug_level_from_env()  # pyright: ignore[reportPrivateImportUsage]
-        if job.device != "cpu":
-            torch.cuda.set_device(job.device)
-        store = rendezvous(job.folder, job.rank, job.world_size, MEETING_S, job.port)
-        facts = RankFacts(
-            rank=job.rank,
-            world_size=job.world_size,
-            local_rank=job.rank,
-            local_world_size=job.world_size,
-            master_port=store.port,
-            device=job.device,
-            backend=job.backend,
-            log_file=job.log_file,
-            tell=_Position(_position_file(job.folder, job.rank)).write,
-        )
-        with default_group(
-            job.rank, job.world_size, backend=job.backend, store=store, timeout_s=job.collective_timeout_s
-        ):
-            result = pickle.dumps(job.worker(facts, job.payload))
-            sys.stdout.flush()
-            end.send("result", result)
-            end.receive()  # "finish": no rank leaves a group that another still uses
-        end.send("result", b"")
-    except BaseException as error:  # whatever it is, the launcher must hear of it
-        report = report_error(job.rank, error)
-        traceback.print_exc()
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        if isinstance(error, SystemExit):
-            os._exit(error.code if isinstance(error.code, int) else 1)
-        with contextlib.suppress(OSError):
-            end.send("failed", report)
-        del error
-        signal.pause()  # the launcher ends this process when it has heard the others
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def _redirect(job: _Job) -> None:
-    """Send standard error to the log file; standard output too, but rank 0's goes where the launcher reads it."""
-    log = os.open(job.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    out = log
-    if job.rank == 0:
-        out = os.open(os.path.join(job.folder, "stdout"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(out, 1)
-    os.dup2(log, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")
-    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
-    faulthandler.enable(file=2)
-
-
-def _print_line(line: str) -> None:
-    print(line, flush=True)
-
-
-class _Tail:
-    """Reads the lines that rank 0 prints, while it prints them."""
-
-    def __init__(self, path: str, on_line: Callable[[str], None]) -> None:
-        self._path = path
-        self._on_line = on_line
-        self._read = 0
-        self._rest = b""
-
-    def forward(self, last: bool = False) -> None:
-        """Hand over every whole line that is new; with ``last``, an unfinished one too."""
-        try:
-            with open(self._path, "rb") as file:
-                file.seek(self._read)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        self._read += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if last and self._rest:
-            lines.append(self._rest)
-            self._rest = b""
-        for line in lines:
-            self._on_line(line.decode(errors="replace"))
-
-
-# Where ranks are. A rank writes its position into a shared page (microseconds, never blocks); the launcher reads it
-# only when something went wrong, also from a rank that hangs or is dead.
-
-
-def _position_file(folder: str, rank: int) -> str:
-    return os.path.join(folder, f"position-{rank}")
-
-
-class _Position:
-    """One rank's page: a counter that is odd while it is being written, a length and JSON text."""
-
-    def __init__(self, path: str) -> None:
-        with open(path, "r+b") as file:
-            self._page = mmap.mmap(file.fileno(), _POSITION_BYTES)
-        self._count = 0
-
-    def write(self, position: Mapping[str, Any]) -> None:
-        """Store the position; what does not fit on the page is cut to its step and action."""
-        data = json.dumps(position, default=str).encode()
-        if len(data) > _POSITION_BYTES - 16:
-            short = {k: str(v)[:500] for k, v in position.items() if k in ("step", "action")}
-            data = json.dumps(short).encode()
-        struct.pack_into("<QQ", self._page, 0, self._count + 1, len(data))
-        self._page[16 : 16 + len(data)] = data
-        self._count += 2
-        struct.pack_into("<Q", self._page, 0, self._count)
-
-
-def _read_position(folder: str, rank: int) -> dict[str, Any]:
-    """Return what the rank last said; empty when it said nothing, or was killed while it wrote."""
-    try:
-        page = Path(_position_file(folder, rank)).read_bytes()
-        count, length = struct.unpack_from("<QQ", page, 0)
-        if count == 0 or count % 2:
-            return {}
-        position = json.loads(page[16 : 16 + length])
-    except (OSError, ValueError, struct.error):
-        return {}
-    return position if isinstance(position, dict) else {}
-
-
 _CODES = {
     "memory": "E512",
     "signal": "E511",
@@ -517,14 +268,14 @@ _CODES = {
 
 def _as_error(
     reports: Sequence[RankReport],
-    jobs: Sequence[_Job],
+    jobs: Sequence[Job],
     timeout_s: float | None,
     finished: Sequence[int],
 ) -> MeshwrightError:
     """Return the error that tells of the first report, which is the culprit's."""
     first = reports[0]
     folder = jobs[0].folder
-    positions = {job.rank: as_text(_read_position(folder, job.rank)) for job in jobs}
+    positions = {job.rank: as_text(read_position(folder, job.rank)) for job in jobs}
     log = jobs[first.rank].log_file
     where = _where(first.rank, positions)
     if first.error is not None and first.cause == "own":
@@ -555,7 +306,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _hang(
     reports: Sequence[RankReport],
-    jobs: Sequence[_Job],
+    jobs: Sequence[Job],
     timeout_s: float | None,
     finished: Sequence[int],
     positions: Mapping[int, str],

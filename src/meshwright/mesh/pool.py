@@ -21,16 +21,15 @@ from typing import Any
 from meshwright.mesh import env
 from meshwright.mesh.rank_process import (
     RankEnd,
-    RankFailure,
     RankHandle,
     collect,
     default_group,
     end_processes,
     load_torch,
     rendezvous,
-    report_error,
     watch_signals,
 )
+from meshwright.mesh.rank_report import RankFailure, report_error
 
 GRACE_S = 2.0
 """After the first failure the other ranks of a job have this long to say what they saw."""
