@@ -9,6 +9,9 @@ from meshwright.base.units import KIB
 
 PIECE_BYTES = 256 * KIB
 """Long documents are tokenised in pieces of about this size, cut after a line."""
+GROUP_TEXT = 1 << 20
+GROUP_PIECES = 4096
+"""A group of pieces that are tokenised at once is closed at so many characters or pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,3 +86,17 @@ def counted(pieces: Iterator[Piece], account: Account) -> Iterator[Piece]:
             if piece.how == "per answer" and piece.source_bytes:
                 account.written["rewritten"] = account.written.get("rewritten", 0) + 1
         yield piece
+
+
+def piece_groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Yield pieces in groups to be tokenised at once, each closed at ``GROUP_TEXT`` characters or ``GROUP_PIECES``."""
+    group: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece.text)
+        if size >= GROUP_TEXT or len(group) >= GROUP_PIECES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

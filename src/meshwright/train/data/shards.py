@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,12 +15,11 @@ from meshwright.base.errors import MeshwrightError, Problem, problem
 from meshwright.train.data.cache import write_whole
 from meshwright.train.data.corpus import Corpus, Unit
 from meshwright.train.data.documents import file_hash
-from meshwright.train.data.pieces import Account, Piece
+from meshwright.train.data.pieces import Account, Piece, piece_groups
 from meshwright.train.data.records import lines_before
 from meshwright.train.data.tokenizer import TextTokenizer, load_tokenizer
 
 RECORD_FOLDER: Final = "records"
-_GROUP_TEXT = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +33,6 @@ class ShardJob:
     tokenizer: Path
     token_bytes: int
     key: str
-
-
-def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += len(piece.text)
-        if size >= _GROUP_TEXT or len(group) >= 4096:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def write_shard(job: ShardJob) -> list[Problem]:
@@ -91,7 +76,7 @@ def _tokenise(job: ShardJob, words: TextTokenizer, account: Account) -> dict[str
     total = 0
     parts = {kind: job.folder / f"{job.name}.{kind}.part" for kind in ("tokens", "loss")}
     with parts["tokens"].open("wb") as tokens, parts["loss"].open("wb") as loss:
-        for group in _groups(job.corpus.unit_pieces(job.unit, account)):
+        for group in piece_groups(job.corpus.unit_pieces(job.unit, account)):
             for piece, (ids, mask) in zip(group, words.encode_pieces(group), strict=True):
                 digest.update((piece.group or piece.text).encode())
                 if piece.ends and piece.closes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from meshwright.train.data.cache import Progress, Show, discard_folder, fingerpr
 from meshwright.train.data.corpus import Corpus, empty_problem, open_corpus
 from meshwright.train.data.holdout import held_out
 from meshwright.train.data.order import Ints
-from meshwright.train.data.pieces import Account, Piece
+from meshwright.train.data.pieces import Account, piece_groups
 from meshwright.train.data.stream import Rows, TokenStream
 from meshwright.train.data.tokenizer import VERSION, TextTokenizer, load_tokenizer, trained_tokenizer
 
-_GROUP_TEXT = 1 << 20
 _SKIPS_KEPT = 100
 _META = "store.json"
 
@@ -206,19 +204,6 @@ def _whole(folder: Path) -> bool:
         return False
 
 
-def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += len(piece.text)
-        if size >= _GROUP_TEXT or len(group) >= 4096:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
 def _build(
     folder: Path, corpus: Corpus, words: TextTokenizer, eval_fraction: float, key: str, show: Show | None
 ) -> None:
@@ -232,7 +217,7 @@ def _build(
     total = read = 0
     raw = folder / "all.bin"
     with raw.open("wb") as file:
-        for group in _groups(corpus.pieces(account)):
+        for group in piece_groups(corpus.pieces(account)):
             for piece, ids in zip(group, words.encode_many([p.text for p in group]), strict=True):
                 digest.update(piece.text.encode())
                 if piece.ends:
