@@ -91,15 +91,39 @@ LONG: Final = 16384.0
 """Sequence length at which ``ATTENTION_SHARE`` holds."""
 
 
-def attention_share(kernel: str, generation: str, head_dim: float, seq: float) -> tuple[float, float]:
-    """Return (forward, backward) shares of the matmul ceiling: less for narrow heads and for short sequences."""
+TILE_ROWS: Final = 128.0
+"""Queries (in backward, keys) of one tile of a fused attention kernel; cuDNN's forward on Blackwell works on two tiles at
+once. SimuMax's kernel table (B200, causal, 4,096 tokens, heads of 128) has 349, 650, 823, 980 and 1121 TFLOP/s forward over
+8, 16, 32, 64 and 128 heads, and 389, 741, 850, 896 and 820 backward over 4, 8, 16, 32 and 64."""
+
+
+def _fill(rows: float, heads: float, seq: float, generation: str) -> float:
+    """Return the factor by which too few tiles lengthen a causal kernel over ``heads`` heads of all sequences.
+
+    The last ``rows`` queries (or keys, in backward) see the whole sequence, twice what the mean tile sees, and one
+    multiprocessor walks all of it: a kernel lasts that long however many multiprocessors there are.
+    """
+    longest = 2.0 * rows * MULTIPROCESSORS.get(generation, 108) / (heads * seq)
+    return (1.0 + longest**3) ** (1.0 / 3.0)
+
+
+def attention_share(
+    kernel: str, generation: str, head_dim: float, seq: float, heads: float = math.inf
+) -> tuple[float, float]:
+    """Return (forward, backward) shares of the matmul ceiling.
+
+    They are less for narrow heads, for short sequences, and where ``heads`` (heads of all sequences of a micro-batch on
+    one rank) leave multiprocessors without work.
+    """
     known = ATTENTION_SHARE
     pair = known.get((kernel, generation)) or known.get((kernel, "ampere")) or known["fa2", "ampere"]
     ramp = RAMP.get(kernel, RAMP["fa2"])
     ramp = RAMP_BLACKWELL.get(kernel, ramp) if generation == "blackwell" else ramp
     factor = min(1.0, head_dim / 128.0) ** NARROW.get(kernel, NARROW["fa2"])
     factor *= (1.0 + ramp / LONG) / (1.0 + ramp / seq)
-    return pair[0] * factor, pair[1] * factor
+    wide = 2.0 * TILE_ROWS if (kernel, generation) == ("cudnn", "blackwell") else TILE_ROWS
+    ahead, behind = _fill(wide, heads, seq, generation), _fill(TILE_ROWS, heads, seq, generation)
+    return pair[0] * factor / ahead, pair[1] * factor / behind
 
 
 def wave_factor(m: float, n: float, count: float, generation: str) -> float:

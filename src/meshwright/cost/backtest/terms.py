@@ -146,7 +146,8 @@ def _compute(c: Case) -> dict[str, float]:
     flops = attention_flops(c) * c.layers
     scores = 0.0
     if c.ran.attention in FLASH:
-        ahead, behind = attention_share(c.ran.attention, c.generation, c.head_dim, c.seq)
+        heads = c.micro_batch * c.heads / c.tp / c.cp
+        ahead, behind = attention_share(c.ran.attention, c.generation, c.head_dim, c.seq, heads)
         out["attention_f"] = flops / ceiling / ahead
         out["attention_b"] = 2.5 * flops / ceiling / behind
     else:  # the whole square, and the scores through memory
