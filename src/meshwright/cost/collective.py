@@ -29,6 +29,12 @@ def link_share(nodes: int) -> float:
     return 1.0 / (known["inner"] if nodes == 1 else known["outer"])
 
 
+def call_share(size: float, apart: bool) -> float:
+    """Return what a collective over ``size`` devices of a node takes beside its bytes, over what it takes over 8."""
+    alone = 2.0 if apart else 10.0
+    return (alone + size) / (alone + 8.0)
+
+
 def call_seconds(kind: str, num_bytes: Floats) -> Floats:
     """Return what a collective takes beside its bytes and hops: kernels of small payloads reach less of the link."""
     weight = {"all_reduce": 1.0, "send": 0.2, "recv": 0.2}.get(kind, 0.5)

@@ -24,7 +24,7 @@ from meshwright.cost.backtest.shapes import (
     stage_layers,
     weights,
 )
-from meshwright.cost.collective import Floats
+from meshwright.cost.collective import Floats, call_share
 from meshwright.cost.kernels import UNFUSED_SHARE, attention_share, wave_factor
 
 ADAM_EXTRA_BYTES = 10.0
@@ -240,7 +240,8 @@ def _tensor(c: Case) -> dict[str, float]:
         out["tp_in"], out["tp_out"] = pairs * inner, pairs * outer
         # gathers along a dim that is not the first are followed by a copy, scatters preceded by one
         out["tp_copies"] = pairs * 4.0 * message / c.device.memory_rate.value if c.ran.tp_copies else 0.0
-        out["tp_calls"] = _calls(message, pairs)
+        share = 1.0 if c.ran.overlap_tp else call_share(min(c.tp, c.node), c.sp)
+        out["tp_calls"] = _calls(message, pairs) * share
         out["tp_again"] = tensor_again(c)
         out["tp_end"] = (
             0.5 / c.layers
