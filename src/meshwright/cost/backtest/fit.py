@@ -1,7 +1,8 @@
 """Joint robust fits: coefficients over all stacks, then each stack around them, both with priors.
 
-Residuals are log(predicted / measured); soft-L1 beyond a few per cent, so that an odd row does not bend the rest. The
-covariance is that of the linearised problem at the solution.
+Residuals are log(predicted / measured). What disturbs a run (a slow device, a shared link, a throttled node) makes its
+steps longer and never shorter, so the two sides have losses of their own: soft-L1 where a row is faster than predicted,
+Cauchy's where it is slower. The covariance is that of the linearised problem at the solution.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from meshwright.cost.collective import Floats
 
 NOISE: Final = 0.03
 """Deviation of one measurement that a fit assumes; the soft-L1 loss turns linear beyond it."""
+SLOW: Final = 1.5
+"""Deviations at which Cauchy's loss has bent; this many keep 95 % of the efficiency of least squares on normal noise
+(Holland and Welsch 1977)."""
 DEVICE_SPREAD: Final = 0.05
 """How far the matmul rate of one device may lie from its stack's."""
 
@@ -33,6 +37,13 @@ class Fitted:
     rows: tuple[str, ...]
 
 
+def rooted_losses(deviations: Floats) -> Floats:
+    """Return roots of losses, signed: of soft-L1 for positive (predicted as slower), of Cauchy's for negative ones."""
+    fast = np.sqrt(2.0 * (np.sqrt(1.0 + deviations**2) - 1.0))
+    slow = -SLOW * np.sqrt(np.log1p((deviations / SLOW) ** 2))
+    return np.where(deviations < 0, slow, fast)
+
+
 def solve(
     t: Terms, logs: Floats, weight: Floats, centre: Floats, spread: Floats, start: Floats
 ) -> tuple[Floats, Floats]:
@@ -40,9 +51,8 @@ def solve(
 
     def residuals(theta: Floats) -> Floats:
         data = (np.log(seconds(t, theta)) - logs) / NOISE
-        # soft-L1 on the data only; the prior is Gaussian
-        soft = np.sign(data) * np.sqrt(2.0 * (np.sqrt(1.0 + data**2) - 1.0))
-        return np.concatenate([weight * soft, (theta - centre) / spread])
+        # on the data only; the prior is Gaussian
+        return np.concatenate([weight * rooted_losses(data), (theta - centre) / spread])
 
     found = cast(Any, least_squares(residuals, start, method="trf", max_nfev=25, x_scale=spread))  # pyright: ignore
     jacobian: Floats = np.asarray(found.jac, dtype=np.float64)
