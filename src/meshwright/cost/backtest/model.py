@@ -129,13 +129,14 @@ def _step(t: Terms, k: dict[str, Floats]) -> dict[str, Floats]:
     tp = tp + t["tp_copies"] * k["elementwise"]
     tp = tp * np.where(t["overlap_tp"] > 0, 0.5 * k["tensor"], 1.0)
     cp = t["cp_in"] * k["inner"] + t["cp_out"] * k["outer"] + t["cp_calls"] * k["call"]
+    cp = cp + t["cp_copies"] * k["elementwise"]
     attention = t["attention_f"] * k["attention_f"]
     cp_f = np.where(t["overlap_cp"] > 0, np.maximum(0.2 * cp, cp - attention), cp)
     ep = t["ep_in"] * k["inner"] + t["ep_out"] * k["outer"] + t["ep_calls"] * k["call"]
     ep = ep * np.where(t["overlap_ep"] > 0, 0.5, 1.0)
     forward = forward + tp + cp_f + ep
     again_all = t["again_attention"] * t["again"]
-    backward = backward + tp * (1.0 + t["tp_again"]) + 2.0 * cp_f + ep * (1.0 + again_all)
+    backward = backward + tp * (1.0 + t["tp_again"]) + t["cp_behind"] * cp_f + ep * (1.0 + again_all)
     head_mm = t["head_matmul"] * k["matmul"] + t["head_waves"] * k["waves"] + t["head_moved"] * k["moved"]
     head_f = head_mm + 0.5 * t["loss"] * k["loss"]
     head_b = (2.0 + t["head_again"]) * head_mm + 0.5 * t["loss"] * k["loss"]

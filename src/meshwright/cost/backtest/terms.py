@@ -229,8 +229,9 @@ def _ring(
 def _tensor(c: Case) -> dict[str, float]:
     """Return communication of the tensor, context and expert axes in a forward of all layers; backward is as much."""
     out: dict[str, float] = dict.fromkeys(
-        ("tp_in", "tp_out", "tp_calls", "tp_again", "tp_end", "tp_copies", "cp_in", "cp_out", "cp_calls"), 0.0
+        ("tp_in", "tp_out", "tp_calls", "tp_again", "tp_end", "tp_copies"), 0.0
     )
+    out |= dict.fromkeys(("cp_in", "cp_out", "cp_calls", "cp_copies", "cp_behind"), 0.0)
     out |= dict.fromkeys(("ep_in", "ep_out", "ep_calls"), 0.0)
     message = c.tokens * c.hidden * 2.0
     moe_layers = float(c.layers - c.dense_layers) if c.experts else 0.0
@@ -247,12 +248,7 @@ def _tensor(c: Case) -> dict[str, float]:
             0.5 / c.layers
         )  # the embedding's output and the gradient of the head's input: one pair each
     if c.cp > 1:
-        kv = 2.0 * c.tokens * max(1.0, c.kv_heads / c.tp) * c.head_dim * 2.0
-        if c.ran.cp_style == "ulysses":
-            kv = c.tokens * (2.0 * c.heads + 2.0 * c.kv_heads) / c.tp * c.head_dim * 2.0 / c.cp
-        inner, outer, _ = _ring(c, kv * c.cp, c.cp, c.tp)
-        out["cp_in"], out["cp_out"] = inner * c.layers, outer * c.layers
-        out["cp_calls"] = _calls(kv, float(c.layers)) * (c.cp - 1.0) / c.cp
+        out |= _context(c)
     if c.ep > 1 and moe_layers:
         payload = c.tokens * c.topk * c.hidden * 2.0 / (c.tp if c.sp else 1)
         per_node = max(1, min(c.ep, c.node // c.tp))
@@ -262,6 +258,30 @@ def _tensor(c: Case) -> dict[str, float]:
         out["ep_out"] = 2.0 * moe_layers * payload * far / c.inter
         out["ep_calls"] = _calls(payload, 2.0 * moe_layers)
     return out
+
+
+def _context(c: Case) -> dict[str, float]:
+    """Return communication of the context axis in a forward of all layers, and how much of it backward has.
+
+    Rings pass keys and values on, and their gradients too in backward. All-to-alls (four a layer: queries, keys, values,
+    output) are as many in backward, each between two copies that bring what goes to one rank together.
+    """
+    layers = float(c.layers)
+    if c.ran.cp_style == "ulysses":
+        moved = c.tokens * 2.0 * (c.heads + max(c.kv_heads, c.tp)) / c.tp * c.head_dim * 2.0
+        inner, outer, _ = _ring(c, moved, c.cp, c.tp)
+        calls, copies, behind = 0.5 * _calls(moved / 4.0, 4.0 * layers), 4.0 * moved, 1.0
+    else:
+        kv = 2.0 * c.tokens * max(1.0, c.kv_heads / c.tp) * c.head_dim * 2.0
+        inner, outer, _ = _ring(c, kv * c.cp, c.cp, c.tp)
+        calls, copies, behind = _calls(kv, layers) * (c.cp - 1.0) / c.cp, 0.0, 2.0
+    return {
+        "cp_in": inner * layers,
+        "cp_out": outer * layers,
+        "cp_calls": calls,
+        "cp_copies": copies * layers / c.device.memory_rate.value,
+        "cp_behind": behind,
+    }
 
 
 def _data(c: Case) -> dict[str, float]:
