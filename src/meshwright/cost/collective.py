@@ -23,6 +23,10 @@ CALL_BYTES: Final = 20e6
 """Payload at which a collective has half of what it takes beside its bytes (8 devices of A100, H100 and B200 nodes)."""
 
 
+NODE: Final = 8
+"""Devices of the nodes on which what a collective takes beside its bytes was measured."""
+
+
 def link_share(nodes: int) -> float:
     """Return the reachable share of a link's rate, inside a node or between ``nodes`` of them."""
     known = factors()
@@ -30,14 +34,24 @@ def link_share(nodes: int) -> float:
 
 
 def call_share(size: float, apart: bool) -> float:
-    """Return what a collective over ``size`` devices of a node takes beside its bytes, over what it takes over 8."""
+    """Return what a collective over ``size`` devices of a node takes beside its bytes, over what it takes over 8.
+
+    A ring has one more step for each member. ``apart`` is of all-gathers and reduce-scatters: 23 us + 9 us a member each on
+    a B200 node (SimuMax's profile), 8, 17 and 30 us over 2, 4 and 8 H100. All-reduces over 2, 4 and 8 A100 of an NVSwitch
+    node take 60, 69 and 89 us (vTrain's traces: 55 us + 4.8 us a member).
+    """
     alone = 2.0 if apart else 10.0
-    return (alone + size) / (alone + 8.0)
+    return (alone + size) / (alone + NODE)
 
 
-def call_seconds(kind: str, num_bytes: Floats) -> Floats:
-    """Return what a collective takes beside its bytes and hops: kernels of small payloads reach less of the link."""
+def call_seconds(kind: str, num_bytes: Floats, size: int) -> Floats:
+    """Return what a collective takes beside its bytes and hops: kernels of small payloads reach less of the link.
+
+    ``size`` counts its members; over several nodes those beyond ``NODE`` have hops of their own.
+    """
     weight = {"all_reduce": 1.0, "send": 0.2, "recv": 0.2}.get(kind, 0.5)
+    if kind != "all_to_all":  # as many for any size: SimuMax's profile has 51 us over 2, 58 over 8
+        weight *= call_share(size, kind != "all_reduce")
     return np.where(num_bytes > 0, weight * factors()["call"] * num_bytes / (num_bytes + CALL_BYTES), 0.0)
 
 
@@ -118,7 +132,9 @@ class CollectiveTimes:
             link = self._link(shape)
             return link.latency.value + num_bytes / (link.rate.value * link_share(shape.nodes))
         inside = _leg(kind, num_bytes, shape.per_node, self.cluster.intra, link_share(1))
-        inside = inside + call_seconds(kind, num_bytes)
+        inside = inside + call_seconds(
+            kind, num_bytes, shape.size if shape.nodes == 1 else min(shape.size, NODE)
+        )
         if shape.nodes == 1:
             return inside
         between = self.cluster.inter

@@ -93,8 +93,8 @@ LONG: Final = 16384.0
 
 TILE_ROWS: Final = 128.0
 """Queries (in backward, keys) of one tile of a fused attention kernel; cuDNN's forward on Blackwell works on two tiles at
-once. SimuMax's kernel table (B200, causal, 4,096 tokens, heads of 128) has 349, 650, 823, 980 and 1121 TFLOP/s forward over
-8, 16, 32, 64 and 128 heads, and 389, 741, 850, 896 and 820 backward over 4, 8, 16, 32 and 64."""
+once. SimuMax's kernel table (B200, causal, 4,096 tokens, heads of 128) has 349, 650, 823, 980 and 1121 TFLOP/s forward
+over 8, 16, 32, 64 and 128 heads, and 389, 741, 850, 896 and 820 backward over 4, 8, 16, 32 and 64."""
 
 
 def _fill(rows: float, heads: float, seq: float, generation: str) -> float:

@@ -280,7 +280,7 @@ class Pricer(Facts):
         width = (spec.attention.head_dim + (spec.attention.value_head_dim or spec.attention.head_dim)) / 2
         seen = min(self.seq_len, block.sliding_window or self.seq_len)
         # with cp each rank has 1/cp of the queries against all keys
-        ahead, behind = r.attention_s(key.micro_batch, heads, float(self.seq_len), width)
+        ahead, behind = r.attention_s(key.micro_batch, heads, float(self.seq_len), width, key.cp)
         share = (seen / self.seq_len) * (2.0 - seen / self.seq_len) / key.cp
         forward = products.forward + ahead * share
         backward = products.backward + behind * share

@@ -113,14 +113,21 @@ class DeviceRates:
         seconds += self.element_bytes * (m * k + k * n + m * n) / self.memory_rate * known["moved"]
         return flops / seconds
 
-    def attention_s(self, batch: float, heads: float, seq: float, head_dim: float) -> tuple[float, float]:
-        """Return (forward, backward) seconds of causal attention of ``seq`` queries and keys."""
+    def attention_s(
+        self, batch: float, heads: float, seq: float, head_dim: float, ranks: float = 1.0
+    ) -> tuple[float, float]:
+        """Return (forward, backward) seconds of causal attention of ``seq`` queries and keys.
+
+        ``ranks`` share the queries or the heads among them: the seconds are of all of it at the rate of such a part.
+        """
         flops = attention_flops(batch, heads, seq, head_dim)
         if self.attention_forward:
             sizes = (batch * heads, seq, head_dim)
             forward = flops * _interpolate(self.attention_forward, sizes)
             return forward, flops * _interpolate(self.attention_backward, sizes)
-        ahead, behind = attention_share(RUNTIME_ATTENTION, self.generation, head_dim, seq)
+        ahead, behind = attention_share(
+            RUNTIME_ATTENTION, self.generation, head_dim, seq, batch * heads / ranks
+        )
         seconds = flops / self.matmul_peak * self.sustained
         # backward runs 5 matmuls where forward runs 2
         known = factors()

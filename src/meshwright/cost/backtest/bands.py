@@ -1,4 +1,8 @@
-"""80 % bands from residuals of rows that a fit did not see."""
+"""80 % bands from residuals of rows that a fit did not see.
+
+What is new is a sweep, not a row of it: rows of one sweep err together. So every sweep of a stack has the same say, and
+one more sweep is counted as missed, whatever its rows (hierarchical conformal prediction: Lee, Barber and Willett 2023).
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,16 @@ from typing import Final
 import numpy as np
 
 from meshwright.cost.backtest.case import Case
-from meshwright.cost.backtest.folds import Index
+from meshwright.cost.backtest.folds import Index, picked
 from meshwright.cost.collective import Floats
 
 BAND: Final = 0.80
+ROUNDING: Final = 1e-9
+"""What sums of weights may be off by."""
 UNKNOWN_BAND: Final = 0.3
 """Half-width of the band of log time before any residual was seen."""
-LEAST_BAND_ROWS: Final = 8
-"""Residuals from which a stack's band rests on its own; with fewer it rests on all stacks'."""
+LEAST_BAND_SWEEPS: Final = 4
+"""Sweeps from which a stack's band rests on its own, as 4 of 5 are 80 %; with fewer it rests on all stacks'."""
 
 
 def quantile(residuals: Floats, weight: Floats | None = None) -> float:
@@ -30,12 +36,27 @@ def quantile(residuals: Floats, weight: Floats | None = None) -> float:
         return UNKNOWN_BAND
     order = np.argsort(size)
     reached = np.cumsum(share[order]) / (share.sum() + 1.0)
-    place = min(len(size) - 1, int(np.searchsorted(reached, BAND)))
+    place = min(len(size) - 1, int(np.searchsorted(reached, BAND - ROUNDING)))
     return float(size[order][place])
 
 
+def sweep_weights(cases: Sequence[Case]) -> Floats:
+    """Return weights of rows that give every sweep the same say."""
+    sizes: dict[tuple[str, ...], int] = {}
+    for case in cases:
+        sizes[case.sweep] = sizes.get(case.sweep, 0) + 1
+    return np.array([1.0 / sizes[case.sweep] for case in cases])
+
+
+def own_band(residuals: Floats, cases: Sequence[Case]) -> float | None:
+    """Return the half-width of a stack's own band, from residuals of its rows; None for too few sweeps."""
+    if len({case.sweep for case in cases}) < LEAST_BAND_SWEEPS:
+        return None
+    return quantile(residuals, sweep_weights(cases))
+
+
 def bands(cases: Sequence[Case], logs: Floats, parts: Sequence[Index]) -> Floats:
-    """Return [cases] half-widths of 80 % bands: each part's from the other parts' residuals, by stack if many."""
+    """Return [cases] half-widths of 80 % bands: each part's from the other parts' residuals, by stack if sweeps suffice."""
     out = np.zeros(len(cases))
     fold = np.zeros(len(cases), dtype=np.intp)
     sizes: dict[str, int] = {}
@@ -49,7 +70,7 @@ def bands(cases: Sequence[Case], logs: Floats, parts: Sequence[Index]) -> Floats
         away = fold != number
         common = quantile(logs[away], weight[away])
         for stack in sorted(set(stacks[part])):
-            mine = away & (stacks == stack)
-            own = quantile(logs[mine]) if mine.sum() >= LEAST_BAND_ROWS else common
-            out[part[stacks[part] == stack]] = own
+            mine = np.flatnonzero(away & (stacks == stack))
+            own = own_band(logs[mine], picked(cases, mine))
+            out[part[stacks[part] == stack]] = common if own is None else own
     return out

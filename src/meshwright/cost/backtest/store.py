@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshwright.cost.backtest import memory_model
-from meshwright.cost.backtest.bands import LEAST_BAND_ROWS, quantile
+from meshwright.cost.backtest.bands import own_band
 from meshwright.cost.backtest.calibrate import fit_memory, fit_profile
+from meshwright.cost.backtest.case import Case
 from meshwright.cost.backtest.profile import profile_dict
 from meshwright.cost.backtest.resolve import resolve
 from meshwright.cost.backtest.scorers import make_sets
@@ -30,17 +31,18 @@ def profile_of(rows: Sequence[Row], out_of_memory: Sequence[Row], report: Report
     memory = fit_memory(
         sets.size, sets.sized, np.arange(len(sets.sized)), sets.side, sets.sided, sets.sign, zero
     )
-    residuals: dict[str, list[float]] = {}
+    residuals: dict[str, list[tuple[float, Case]]] = {}
     for row in report.predictions:
         if row.step_s is not None and row.case.step_s is not None:
-            residuals.setdefault(row.case.stack, []).append(float(np.log(row.step_s / row.case.step_s)))
+            left = float(np.log(row.step_s / row.case.step_s))
+            residuals.setdefault(row.case.stack, []).append((left, row.case))
     left_out: dict[str, Any] = report.scores["left_out"]["source"]
     cold = float(left_out["band_80"])
-    bands = {
-        name: quantile(np.array(values))
+    found = {
+        name: own_band(np.array([left for left, _ in values]), [case for _, case in values])
         for name, values in residuals.items()
-        if len(values) >= LEAST_BAND_ROWS
     }
+    bands = {name: band for name, band in found.items() if band is not None}
     return profile_dict("2026-11", time, memory, bands, cold, cases)
 
 
