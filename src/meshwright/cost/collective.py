@@ -36,9 +36,9 @@ def link_share(nodes: int) -> float:
 def call_share(size: float, apart: bool) -> float:
     """Return what a collective over ``size`` devices of a node takes beside its bytes, over what it takes over 8.
 
-    A ring has one more step for each member. ``apart`` is of all-gathers and reduce-scatters: 23 us + 9 us a member each on
-    a B200 node (SimuMax's profile), 8, 17 and 30 us over 2, 4 and 8 H100. All-reduces over 2, 4 and 8 A100 of an NVSwitch
-    node take 60, 69 and 89 us (vTrain's traces: 55 us + 4.8 us a member).
+    A ring has one more step for each member. ``apart`` is of all-gathers and reduce-scatters: 23 us + 9 us a member each
+    on a B200 node (SimuMax's profile), 8, 17 and 30 us over 2, 4 and 8 H100. All-reduces over 2, 4 and 8 A100 of an
+    NVSwitch node take 60, 69 and 89 us (vTrain's traces: 55 us + 4.8 us a member).
     """
     alone = 2.0 if apart else 10.0
     return (alone + size) / (alone + NODE)

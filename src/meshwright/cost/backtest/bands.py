@@ -56,7 +56,7 @@ def own_band(residuals: Floats, cases: Sequence[Case]) -> float | None:
 
 
 def bands(cases: Sequence[Case], logs: Floats, parts: Sequence[Index]) -> Floats:
-    """Return [cases] half-widths of 80 % bands: each part's from the other parts' residuals, by stack if sweeps suffice."""
+    """Return [cases] half-widths of 80 % bands, each part's from the others' residuals, by stack if sweeps suffice."""
     out = np.zeros(len(cases))
     fold = np.zeros(len(cases), dtype=np.intp)
     sizes: dict[str, int] = {}
