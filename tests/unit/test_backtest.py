@@ -15,7 +15,7 @@ from meshwright.cli.main import run as command
 from meshwright.cost.backtest import memory_model, model
 from meshwright.cost.backtest.bands import own_band, quantile
 from meshwright.cost.backtest.case import Case
-from meshwright.cost.backtest.fit import rooted_losses
+from meshwright.cost.backtest.fit import common_part, rooted_losses
 from meshwright.cost.backtest.folds import sweep_folds
 from meshwright.cost.backtest.memory_terms import in_flight, layer_bytes, memory_terms
 from meshwright.cost.backtest.page import pages
@@ -300,6 +300,10 @@ def test_a_disturbed_run_bends_a_fit_less_than_one_that_is_too_fast():
     assert slow < 0.5 * fast
     near = rooted_losses(np.array([0.01, -0.01]))
     assert near == pytest.approx([0.01, -0.01], rel=1e-3)
+    # what the rows of a device have in common is moved by two that were disturbed, more by two that were too fast
+    left = np.array([0.02, 0.01, 0.03, 0.02, -0.1, -0.1])
+    assert 0 < 0.02 - common_part(left) < 0.5 * (common_part(-left) + 0.02)
+    assert common_part(left[:4]) == pytest.approx(0.02, abs=1e-3)
 
 
 def test_attention_over_few_heads_leaves_multiprocessors_idle():

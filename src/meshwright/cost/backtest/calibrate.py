@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.cost.backtest import memory_model, model
 from meshwright.cost.backtest.case import Case
-from meshwright.cost.backtest.fit import DEVICE_SPREAD, NOISE, fit_all, fit_stack, source_weights
+from meshwright.cost.backtest.fit import DEVICE_SPREAD, NOISE, common_part, fit_all, fit_stack, source_weights
 from meshwright.cost.backtest.folds import Index, picked
 from meshwright.cost.backtest.memory_model import Sides, peak_bytes, solve_memory
 from meshwright.cost.backtest.terms import Terms
@@ -71,7 +71,7 @@ def _offsets(stack: str, cases: Sequence[Case], left: Floats) -> dict[str, float
         for case, value in zip(cases, left, strict=True):
             if case.gpu == gpu:
                 sweeps.setdefault(case.sweep, []).append(float(np.clip(value, -0.15, 0.15)))
-        means = [float(np.mean(values)) for values in sweeps.values()]
+        means = [-common_part(-np.array(values)) for values in sweeps.values()]
         trust = len(means) / (len(means) + (NOISE / DEVICE_SPREAD) ** 2 + 1.0)
         out[f"{stack}/{gpu}"] = trust * float(np.mean(means))
     return out

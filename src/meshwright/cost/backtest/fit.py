@@ -44,6 +44,21 @@ def rooted_losses(deviations: Floats) -> Floats:
     return np.where(deviations < 0, slow, fast)
 
 
+def loss_weights(deviations: Floats) -> Floats:
+    """Return the weights with which a weighted mean minimises these losses: 1 for small deviations, less for large."""
+    fast = 1.0 / np.sqrt(1.0 + deviations**2)
+    return np.where(deviations < 0, 1.0 / (1.0 + (deviations / SLOW) ** 2), fast)
+
+
+def common_part(residuals: Floats) -> float:
+    """Return what residuals of log(predicted / measured) have in common: the shift that minimises their losses."""
+    shift = float(np.median(residuals))
+    for _ in range(20):
+        weight = loss_weights((residuals - shift) / NOISE)
+        shift = float((weight * residuals).sum() / weight.sum())
+    return shift
+
+
 def solve(
     t: Terms, logs: Floats, weight: Floats, centre: Floats, spread: Floats, start: Floats
 ) -> tuple[Floats, Floats]:
