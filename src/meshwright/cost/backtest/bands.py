@@ -1,13 +1,15 @@
 """80 % bands from residuals of rows that a fit did not see.
 
-What is new is a sweep, not a row of it: rows of one sweep err together. So every sweep of a stack has the same say, and
-one more sweep is counted as missed, whatever its rows (hierarchical conformal prediction: Lee, Barber and Willett 2023).
+What is new is a sweep (or a source, a model size, a generation of devices), not a row of it: its rows err together. So
+every one of them that a stack has gets the same say, and one more is counted as missed, whatever its rows (hierarchical
+conformal prediction: Lee, Barber and Willett 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -20,8 +22,16 @@ ROUNDING: Final = 1e-9
 """What sums of weights may be off by."""
 UNKNOWN_BAND: Final = 0.3
 """Half-width of the band of log time before any residual was seen."""
-LEAST_BAND_SWEEPS: Final = 4
+LEAST_BAND_UNITS: Final = 4
 """Sweeps from which a stack's band rests on its own, as 4 of 5 are 80 %; with fewer it rests on all stacks'."""
+
+Unit: TypeAlias = Callable[[Case], tuple[str, ...]]
+"""Names what a case belongs to of which another one is predicted."""
+
+
+def sweep(case: Case) -> tuple[str, ...]:
+    """Return the sweep of a case."""
+    return case.sweep
 
 
 def quantile(residuals: Floats, weight: Floats | None = None) -> float:
@@ -40,28 +50,23 @@ def quantile(residuals: Floats, weight: Floats | None = None) -> float:
     return float(size[order][place])
 
 
-def sweep_weights(cases: Sequence[Case]) -> Floats:
-    """Return weights of rows that give every sweep the same say."""
-    sizes: dict[tuple[str, ...], int] = {}
-    for case in cases:
-        sizes[case.sweep] = sizes.get(case.sweep, 0) + 1
-    return np.array([1.0 / sizes[case.sweep] for case in cases])
-
-
-def own_band(residuals: Floats, cases: Sequence[Case]) -> float | None:
-    """Return the half-width of a stack's own band, from residuals of its rows; None for too few sweeps."""
-    if len({case.sweep for case in cases}) < LEAST_BAND_SWEEPS:
+def own_band(residuals: Floats, cases: Sequence[Case], unit: Unit = sweep) -> float | None:
+    """Return the half-width of a stack's own band, from residuals of its rows; None for too few units."""
+    names = [unit(case) for case in cases]
+    if len(set(names)) < LEAST_BAND_UNITS:
         return None
-    return quantile(residuals, sweep_weights(cases))
+    counts = Counter(names)
+    return quantile(residuals, np.array([1.0 / counts[name] for name in names]))
 
 
-def bands(cases: Sequence[Case], logs: Floats, parts: Sequence[Index]) -> Floats:
-    """Return [cases] half-widths of 80 % bands, each part's from the others' residuals, by stack if sweeps suffice."""
+def bands(cases: Sequence[Case], logs: Floats, parts: Sequence[Index], unit: Unit = sweep) -> Floats:
+    """Return [cases] half-widths of 80 % bands, each part's from the others' residuals.
+
+    By stack if it has enough of what is new in a part (``unit``), else by all stacks, every source having the same say.
+    """
     out = np.zeros(len(cases))
     fold = np.zeros(len(cases), dtype=np.intp)
-    sizes: dict[str, int] = {}
-    for case in cases:
-        sizes[case.label] = sizes.get(case.label, 0) + 1
+    sizes = Counter(case.label for case in cases)
     weight = np.array([0.0 if case.composed else 1.0 / sizes[case.label] for case in cases])
     for number, part in enumerate(parts):
         fold[part] = number
@@ -71,6 +76,6 @@ def bands(cases: Sequence[Case], logs: Floats, parts: Sequence[Index]) -> Floats
         common = quantile(logs[away], weight[away])
         for stack in sorted(set(stacks[part])):
             mine = np.flatnonzero(away & (stacks == stack))
-            own = own_band(logs[mine], picked(cases, mine))
+            own = own_band(logs[mine], picked(cases, mine), unit)
             out[part[stacks[part] == stack]] = common if own is None else own
     return out

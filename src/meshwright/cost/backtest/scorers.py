@@ -147,7 +147,7 @@ class Calibrated:
         for name, key in ways.items():
             parts = by_key(self.s.timed, key)
             logs = self._held(parts)
-            band = bands(self.s.timed, logs, parts) if len(parts) > 1 else np.full(len(logs), np.nan)
+            band = bands(self.s.timed, logs, parts, key) if len(parts) > 1 else np.full(len(logs), np.nan)
             real = [k for k, case in enumerate(self.s.timed) if not case.composed]
             by: dict[str, Any] = {}
             for label in sorted({self.s.timed[k].label for k in real}):
