@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.cost.backtest.again import again_shares, tensor_again
+from meshwright.cost.backtest.again import again_shares
 from meshwright.cost.backtest.case import Case
+from meshwright.cost.backtest.exchange_terms import layer_exchanges, ring
 from meshwright.cost.backtest.shapes import (
     Gemm,
     attention_flops,
@@ -24,7 +25,7 @@ from meshwright.cost.backtest.shapes import (
     stage_layers,
     weights,
 )
-from meshwright.cost.collective import Floats, call_share
+from meshwright.cost.collective import Floats
 from meshwright.cost.kernels import UNFUSED_SHARE, attention_share, wave_factor
 
 ADAM_EXTRA_BYTES = 10.0
@@ -33,13 +34,6 @@ HOST_RATE = 12e9
 """Bytes per second of an optimizer step in host memory per device, copies over PCIe included."""
 BUCKET_BYTES = 100e6
 """Bytes of one bucket of a data-parallel collective."""
-CALL_BYTES = 20e6
-"""Payload at which a collective has half of what it takes beside its bytes; all-reduces over 8 devices of A100, H100 and
-B200 nodes take 1.28, 1.0 and 1.07 of their bytes over the link's rate, 0.03 ms, and 0.15 ms x n / (n + 20 MB)."""
-SMALL_RING = 0.6
-"""What short rings inside a node lose, times the square of their size: all-reduces of 1 GiB over 2, 4 and 8 A100 of an
-NVSwitch node reach 197, 222 and 229 GB/s a device (vTrain's traces), gathers on H100 268, 325 and 345, rings on H200 363
-over 4 and 366 over 8."""
 FLASH = ("fa1", "fa2", "fa3", "cudnn", "triton")
 
 
@@ -81,7 +75,7 @@ def power_share(c: Case) -> float:
 
 def _terms(c: Case) -> dict[str, float]:
     out = _compute(c)
-    out |= _tensor(c)
+    out |= layer_exchanges(c)
     out |= _data(c)
     out |= _pipeline(c)
     out |= _other(c)
@@ -204,86 +198,6 @@ def _elementwise(c: Case, moe_layers: float) -> float:
     return total * t
 
 
-def _calls(num_bytes: float, count: float) -> float:
-    """Return ``count`` calls, each weighed by how much of the full overhead its payload has."""
-    return count * (0.2 + num_bytes / (num_bytes + CALL_BYTES))
-
-
-def _ring(
-    c: Case, payload: float, size: int, stride: int, calls: float = 1.0, both: bool = False
-) -> tuple[float, float, float]:
-    """Return (inner seconds, outer seconds, latency hops) of an all-gather or reduce-scatter, ``both`` an all-reduce."""
-    if size < 2:
-        return 0.0, 0.0, 0.0
-    per_node = max(1, min(size, c.node // stride)) if stride < c.node else 1
-    nodes = -(-size // per_node)
-    twice = 2.0 if both else 1.0
-    if nodes == 1:
-        small = 1.0 + SMALL_RING / size**2
-        return twice * small * payload * (size - 1) / size / c.intra, 0.0, 0.0
-    # one ring over all ranks; the members on a node share its network cards with the groups beside them
-    outer = twice * payload * (size - 1) / size / per_node / c.inter
-    return 0.0, outer, twice * calls * (nodes - 1.0) ** 0.75
-
-
-def _tensor(c: Case) -> dict[str, float]:
-    """Return communication of the tensor, context and expert axes in a forward of all layers; backward is as much."""
-    out: dict[str, float] = dict.fromkeys(
-        ("tp_in", "tp_out", "tp_calls", "tp_again", "tp_end", "tp_copies"), 0.0
-    )
-    out |= dict.fromkeys(("cp_in", "cp_out", "cp_calls", "cp_copies", "cp_behind"), 0.0)
-    out |= dict.fromkeys(("ep_in", "ep_out", "ep_calls"), 0.0)
-    message = c.tokens * c.hidden * 2.0
-    moe_layers = float(c.layers - c.dense_layers) if c.experts else 0.0
-    if c.tp > 1:
-        pairs = 2.0 * c.layers
-        inner, outer, _ = _ring(c, message, c.tp, 1, both=True)
-        out["tp_in"], out["tp_out"] = pairs * inner, pairs * outer
-        # gathers along a dim that is not the first are followed by a copy, scatters preceded by one
-        out["tp_copies"] = pairs * 4.0 * message / c.device.memory_rate.value if c.ran.tp_copies else 0.0
-        share = 1.0 if c.ran.overlap_tp else call_share(min(c.tp, c.node), c.sp)
-        out["tp_calls"] = _calls(message, pairs) * share
-        out["tp_again"] = tensor_again(c)
-        out["tp_end"] = (
-            0.5 / c.layers
-        )  # the embedding's output and the gradient of the head's input: one pair each
-    if c.cp > 1:
-        out |= _context(c)
-    if c.ep > 1 and moe_layers:
-        payload = c.tokens * c.topk * c.hidden * 2.0 / (c.tp if c.sp else 1)
-        per_node = max(1, min(c.ep, c.node // c.tp))
-        far = (c.ep - per_node) / c.ep
-        near = (per_node - 1) / c.ep
-        out["ep_in"] = 2.0 * moe_layers * payload * near / c.intra
-        out["ep_out"] = 2.0 * moe_layers * payload * far / c.inter
-        out["ep_calls"] = _calls(payload, 2.0 * moe_layers)
-    return out
-
-
-def _context(c: Case) -> dict[str, float]:
-    """Return communication of the context axis in a forward of all layers, and how much of it backward has.
-
-    Rings pass keys and values on, and their gradients too in backward. All-to-alls (four a layer: queries, keys, values,
-    output) are as many in backward, each between two copies that bring what goes to one rank together.
-    """
-    layers = float(c.layers)
-    if c.ran.cp_style == "ulysses":
-        moved = c.tokens * 2.0 * (c.heads + max(c.kv_heads, c.tp)) / c.tp * c.head_dim * 2.0
-        inner, outer, _ = _ring(c, moved, c.cp, c.tp)
-        calls, copies, behind = 0.5 * _calls(moved / 4.0, 4.0 * layers), 4.0 * moved, 1.0
-    else:
-        kv = 2.0 * c.tokens * max(1.0, c.kv_heads / c.tp) * c.head_dim * 2.0
-        inner, outer, _ = _ring(c, kv * c.cp, c.cp, c.tp)
-        calls, copies, behind = _calls(kv, layers) * (c.cp - 1.0) / c.cp, 0.0, 2.0
-    return {
-        "cp_in": inner * layers,
-        "cp_out": outer * layers,
-        "cp_calls": calls,
-        "cp_copies": copies * layers / c.device.memory_rate.value,
-        "cp_behind": behind,
-    }
-
-
 def _data(c: Case) -> dict[str, float]:
     """Return data-parallel communication: once a step, and per micro-batch (stage 3) of the busiest stage."""
     w = weights(c)
@@ -306,7 +220,7 @@ def _data(c: Case) -> dict[str, float]:
             calls = max(1.0, size * width / BUCKET_BYTES) if size else 0.0
             if c.stage == 3:
                 calls = max(calls, layers)
-            legs = _ring(c, size * width, c.shard if c.stage and size == dense else group, step, calls, both)
+            legs = ring(c, size * width, c.shard if c.stage and size == dense else group, step, calls, both)
             total = [a + b for a, b in zip(total, legs, strict=True)]
         for part, value in zip(("in", "out", "hops"), total, strict=True):
             out[f"{name}_{part}"] = value
@@ -315,7 +229,7 @@ def _data(c: Case) -> dict[str, float]:
     put("reduce", c.ran.reduce_bytes, both=c.stage == 0)
     replicas = ranks // c.shard if c.stage else 1
     part = dense * c.ran.reduce_bytes / max(1, c.shard)
-    legs = _ring(c, part, replicas, stride * c.shard, max(1.0, part / BUCKET_BYTES), both=True)
+    legs = ring(c, part, replicas, stride * c.shard, max(1.0, part / BUCKET_BYTES), both=True)
     for part, value in zip(("in", "out", "hops"), legs, strict=True):
         out[f"reduce_{part}"] += value if replicas > 1 else 0.0
     # with a pipeline torch's FSDP keeps a stage's parameters and gradients whole until the last micro-batch
