@@ -21,7 +21,7 @@ from meshwright.cost.collective import Floats
 NOISE: Final = 0.03
 """Deviation of one measurement that a fit assumes; the soft-L1 loss turns linear beyond it."""
 SLOW: Final = 1.5
-"""Deviations at which Cauchy's loss has bent. Chosen on held-out sweeps: vTrain, whose slow runs are the most, is 7.0, 7.0
+"""Deviations at which Cauchy's loss has bent. Chosen on held-out sweeps: vTrain, with most of the slow runs, is 7.0, 7.0
 and 7.5 % off at 1, 1.5 and 2.4, a source left out 10.3, 10.3 and 10.6 %, its mean absolute bias 8.0, 7.1 and 7.2 %."""
 DEVICE_SPREAD: Final = 0.05
 """How far the matmul rate of one device may lie from its stack's."""
