@@ -42,6 +42,8 @@ _LATENT = _COMMON | {
     "v_head_dim": 8,
     "topk_group": 1,
 }
+_FALCON = {k: v for k, v in _COMMON.items() if k not in ("num_key_value_heads", "intermediate_size")}
+_FALCON |= {"ffn_hidden_size": 112}
 _NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _COMMON | {"head_dim": 16},
@@ -73,9 +75,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "dropout": 0.0,
     },
     "bloom": {"vocab_size": 64, "hidden_size": 40, "n_layer": 2, "n_head": 4},
+    "seed_oss": _COMMON | {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "glm": _COMMON | {"head_dim": 16},
+    "glm4": _COMMON | {"head_dim": 16},
+    "glm4_moe": _COMMON
+    | {"head_dim": 16, "n_routed_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+    | {"n_group": 2, "topk_group": 1, "n_shared_experts": 1, "use_qk_norm": True},
+    "qwen2_moe": _COMMON
+    | {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+    | {"shared_expert_intermediate_size": 32},
+    "cohere": _COMMON | {"head_dim": 16, "use_qk_norm": True},
+    "cohere2": _COMMON | {"head_dim": 16, "sliding_window": 8},
+    "stablelm": _COMMON | {"qk_layernorm": True, "use_parallel_residual": True},
+    "phi": _COMMON | {"partial_rotary_factor": 0.4},
+    "falcon": _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gpt_oss": _COMMON
+    | {"head_dim": 16, "num_local_experts": 4, "intermediate_size": 24, "num_experts_per_tok": 2}
+    | {"sliding_window": 8},
 }
 CASES = [(kind, precision) for kind in CONFIGS for precision in ("fp32", "bf16")]
-CASES += [(kind, "autocast") for kind in ("llama", "gpt2", "qwen3", "gemma3_text")]
+CASES += [(kind, "autocast") for kind in ("llama", "gpt2", "qwen3", "gemma3_text", "mixtral", "deepseek_v3")]
+CASES += [(kind, "autocast") for kind in ("glm4", "glm4_moe", "qwen2_moe", "cohere", "stablelm", "gpt_oss")]
 
 
 def attends_in_parts(model: torch.nn.Module, spec: ModelSpec) -> None:
@@ -157,6 +177,14 @@ def test_saved_bytes_of_a_block(kind: str, precision: str) -> None:
         ("gpt2", {"resid_pdrop": 0.1}),
         ("gpt2", {"activation_function": "gelu"}),
         ("llama", {"num_key_value_heads": 1}),
+        ("cohere", {"use_qk_norm": False}),
+        ("stablelm", {"qk_layernorm": False, "use_parallel_residual": False, "hidden_dropout": 0.1}),
+        ("phi", {"qk_layernorm": True}),
+        ("falcon", {"new_decoder_architecture": False}),
+        (
+            "falcon",
+            {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": None, "alibi": True},
+        ),
     ],
 )
 def test_windows_dropout_and_activations(kind: str, extra: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from family_configs import NEWER
+from family_configs import LATER, NEWER
 from meshwright.layout.built import PIPELINE_FAMILIES
 from meshwright.model.read_hf import spec_from_config
 from meshwright.parallel.build import build_model
@@ -62,8 +62,18 @@ def _whole(config):
     return model.eval()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("layers", [(2, 3), (1, 3, 1)])
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        pytest.param(
+            name,
+            layers,
+            marks=pytest.mark.slow if name in LATER and ("-" in name or len(layers) == 2) else (),
+        )
+        for name in CONFIGS
+        for layers in ((2, 3), (1, 3, 1))
+    ],
+)
 def test_stages_in_sequence_equal_the_whole_model(name, layers):
     config = CONFIGS[name]
     spec = spec_from_config(config, name)

@@ -69,7 +69,7 @@ def tensor_again_s(facts: Facts, block: BlockSpec, key: WorkKey) -> float:
         return 0.0
     shape = facts.tp_shape(key)
     num_bytes = key.micro_batch * facts.seq_len / key.cp * facts.spec.hidden_size * facts.compute_bytes
-    ends = 2.0 if drops_residual(facts.spec) or block.norms != "before" else 1.0  # what reads the last sum
+    ends = 2.0 if drops_residual(facts.spec) or block.ends_in_norm else 1.0  # what reads the last sum
     around = 2.0 * facts.rates.region_s  # of four regions, forward only
     if not key.sp:
         return around + ends * (_placed_s(facts, "reduce", num_bytes, shape) + _copied_s(facts, num_bytes))

@@ -37,8 +37,8 @@ def selective_bytes(facts: Facts, block: BlockSpec, tokens: float, key: WorkKey)
         copies = 1
         if block.moe is not None and tensor.role in ("expert_in", "expert_out"):
             copies = block.moe.experts_per_token
-        columns = unit_tensor_shape(tensor, a, key.tp, 1)[-1 if facts.spec.family == "gpt2" else -2]
-        size = tokens * copies * columns * c  # GPT-2 stores its matrices as [input, output]
+        columns = unit_tensor_shape(tensor, a, key.tp, 1)[-1 if tensor.transposed else -2]
+        size = tokens * copies * columns * c
         kept += size
         # the feed-forward's products are saved by its elementwise operations, the others are not
         both += size if tensor.role in ("mlp_in", "expert_in", "shared_in") else 0.0
@@ -56,12 +56,13 @@ def captured_bytes(facts: Facts, block: BlockSpec, tokens: float, key: WorkKey) 
         if tensor.is_bias or tensor.name in facts.stopped or tensor.role in ("position", "embedding"):
             continue
         if tensor.role == "norm":
-            heads = {"q_norm": a.num_heads, "k_norm": a.num_kv_heads}
-            times = next((n for name, n in heads.items() if f".{name}." in tensor.name), 0)
+            ends = {".q_norm.weight": a.num_heads, ".k_norm.weight": a.num_kv_heads}
+            ends |= {".q_layernorm.weight": a.num_heads, ".k_layernorm.weight": a.num_kv_heads}
+            times = next((n for end, n in ends.items() if tensor.name.endswith(end)), 0)
             across = key.tp if key.sp or times else 1
-            total += tokens * tensor.shape[0] * (c * times if times else wide) / across
+            total += tokens * (a.head_dim * c * times if times else tensor.shape[0] * wide) / across
             continue
-        columns = unit_tensor_shape(tensor, a, key.tp, 1)[-1 if facts.spec.family == "gpt2" else -2]
+        columns = unit_tensor_shape(tensor, a, key.tp, 1)[-1 if tensor.transposed else -2]
         size = c
         if tensor.of_experts:
             assert block.moe is not None

@@ -38,7 +38,7 @@ from meshwright.cost.units import unit_tensor_shape
 from meshwright.cost.work import MATMUL_ROLES, Facts, Work, WorkKey
 from meshwright.layout.layout import loss_chunks
 from meshwright.layout.precision import FP8, wide_precision
-from meshwright.model.activations import caps_scores, saved_final_bytes
+from meshwright.model.activations import caps_scores, saved_final_bytes, writes_layer_norm
 from meshwright.model.logits import after_head
 from meshwright.model.randomness import drops_residual
 from meshwright.model.spec import BlockSpec, ModelSpec, TensorSpec
@@ -241,7 +241,7 @@ class Pricer(Facts):
         block, whole, entry = self.kinds[kind], x.work.kept, x.entry
         tokens = key.micro_batch * self.seq_len / key.cp
         # torch's checkpoint stops when the last tensor that backward needs is there: before the block's last product
-        stops = not drops_residual(self.spec) and not self.spec.adapter and block.norms == "before"
+        stops = not drops_residual(self.spec) and not self.spec.adapter and not block.ends_in_norm
         spared, scale = x.products.last if stops else 0.0, self.rates.forward_scale
         left_out = x.products.forward + x.ahead - x.products.redone
         left_out += spared if x.products.last_redone else 0.0
@@ -439,7 +439,7 @@ def block_operations(
     if linears is None:
         linears = sum(1 for t in block.tensors if t.role in MATMUL_ROLES and not t.is_bias)
     norms = sum(1 for t in block.tensors if t.role == "norm" and not t.is_bias)
-    composed = spec.norm == "rmsnorm"
+    composed = spec.norm == "rmsnorm" or writes_layer_norm(spec)
     forward = norms * (7 if composed else 1) + linears + 12
     backward = norms * (7 if composed else 1) + 2 * linears + 10
     if spec.attention.rope:

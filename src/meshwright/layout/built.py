@@ -38,22 +38,43 @@ _GROUPED: Final = (
     "starcoder2",
     "gpt_neox",
     "olmo2",
+    "gpt_oss",
+    "qwen2_moe",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "cohere",
+    "cohere2",
+    "stablelm",
+    "phi",
+    "seed_oss",
 )
 """Families whose attention comes from transformers' registry, with positions given and heads that can be cut."""
 
 _LATENT: Final = ("deepseek_v2", "deepseek_v3")
 
-PIPELINE_FAMILIES: Final = (*_GROUPED, "opt", "bloom", *_LATENT)
+PIPELINE_FAMILIES: Final = (*_GROUPED, "opt", "bloom", "falcon", *_LATENT)
 """Model families that can be cut in stages."""
 
-EXPERT_FAMILIES: Final = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+EXPERT_FAMILIES: Final = (
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "qwen2_moe",
+    "glm4_moe",
+)
 """Model families whose experts can be spread over ranks."""
 
-TENSOR_FAMILIES: Final = (*_GROUPED, "opt", "bloom", *_LATENT)
+TENSOR_FAMILIES: Final = (*_GROUPED, "opt", "bloom", "falcon", *_LATENT)
 """Model families that the tensor axis can cut."""
 
 CONTEXT_FAMILIES: Final = (*_GROUPED, "opt", *_LATENT)
 """Model families whose attention the context axis can take over."""
 
-PACKING_FAMILIES: Final = (*_GROUPED, *_LATENT)
-"""Model families of which it is tested that documents packed in one row do not see each other."""
+PACKING_FAMILIES: Final = (*(f for f in _GROUPED if f != "gpt_oss"), "falcon", *_LATENT)
+"""Model families of which it is tested that documents packed in one row do not see each other.
+
+gpt-oss makes its masks without the positions, so on one device its documents do see each other.
+"""

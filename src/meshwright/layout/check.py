@@ -20,7 +20,7 @@ from meshwright.layout.layout import Layout
 from meshwright.layout.precision import FP8, precision_table
 from meshwright.layout.ranks import group, nodes_of
 from meshwright.model.randomness import layout_dependent
-from meshwright.model.sharding import rule
+from meshwright.model.sharding import BY_KV_HEAD, rule
 from meshwright.model.spec import ModelSpec
 from meshwright.schedule.generate import SPLIT, check_chunks, check_micro_batches
 
@@ -499,7 +499,8 @@ def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
         )
         legal = [t for t in divisors(spec.num_heads) if (t - 1) * -(-spec.vocab_size // t) < spec.vocab_size]
         reasons.append((what + "leave the last without any", "rows on each rank", f"tp = {legal[-1]}"))
-    fused = any(len(set(rule(t).segments)) > 1 for t in spec.blocks[0].tensors)
+    cuts = [rule(t).segments for t in spec.blocks[0].tensors]
+    fused = any(len(set(parts)) > 1 or parts == (BY_KV_HEAD,) for parts in cuts)
     if fused and spec.num_kv_heads % tp:
         what = f"{spec.num_kv_heads} key/value heads, fused with the queries, over tp = {tp}"
         legal = nearest_choices(divisors(spec.num_kv_heads), tp)
@@ -508,6 +509,12 @@ def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
     if mixture is not None and any(t.role == "shared_out" and t.is_bias for t in mixture.tensors):
         what = f'tp = {tp} with "{spec.name}", whose shared experts have biases (mlp_bias)'
         reasons.append((what, "mlp_bias = false, or tp = 1", dp_instead))
+    if any(".norms." in t.name for t in spec.blocks[0].tensors):
+        what = f'tp = {tp} with "{spec.name}", which has a module of norms for every head (qk_layernorm)'
+        reasons.append((what, "qk_layernorm = false, or tp = 1", dp_instead))
+    if spec.family == "falcon" and not spec.attention.rope:
+        what = f'tp = {tp} with "{spec.name}", whose positions are biases of every head (alibi)'
+        reasons.append((what, "alibi = false, or tp = 1", dp_instead))
     return [problem("E253", where="layout.tp", found=f, needs=n, do=d) for f, n, d in reasons]
 
 

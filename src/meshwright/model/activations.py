@@ -12,11 +12,11 @@ of its input.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, cast
 
-from meshwright.model.randomness import drops_probabilities, drops_residual
+from meshwright.model.randomness import drops_probabilities, drops_residual, residual_drops
 from meshwright.model.spec import NORM_PLACES, BlockSpec, ModelSpec, MoESpec
 
 AttentionKernel: TypeAlias = Literal["flash", "math", "parts", "heads"]
@@ -37,6 +37,24 @@ _INSIDE_ACTIVATION: Final = {"gelu_new": 4, "gelu_pytorch_tanh": 1, "gelu": 1, "
 
 _ONE_PLUS_WEIGHT: Final = ("gemma", "gemma2", "gemma3")
 """Families whose norms multiply by 1 + weight, in fp32."""
+
+_NORMED_WIDE: Final = (*_ONE_PLUS_WEIGHT, "olmo2", "gpt_oss")
+"""Families whose norms are multiplied by the weight in fp32."""
+
+_COMPOSED_LAYER_NORM: Final = ("cohere", "cohere2")
+"""Families whose layer norm is written out, in fp32."""
+
+_FUSED_QKV: Final = ("gpt2", "phi3", "bloom", "gpt_neox", "falcon")
+_FUSED_GATE: Final = ("phi3", "glm", "glm4")
+
+_QUERIES_JOINED: Final = ("glm", "glm4", "glm4_moe", "stablelm", "phi")
+"""Families whose queries come from a concatenation, head first: the attention output is copied to token first."""
+
+_ROTATED_IN_PAIRS: Final = ("glm", "glm4")
+"""Families whose blocks each make tables of their own of the rotary angles."""
+
+_SCALED_SCORES: Final = ("deepseek_v3", "glm4_moe")
+"""Families whose routers take a sigmoid and choose groups of experts first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,14 +146,14 @@ def saved_activations(
         ("attention", _attention(spec, block, z, attention)),
         ("feed-forward", _feed_forward(spec, block, z)),
     ):
-        if "before" in places:
+        if "before" in places and not (block.norms == "shared" and name == "feed-forward"):
             shared = block.parallel and name == "feed-forward"  # both norms read the block's input
             saved += _norm(spec, z, f"norm before {name}", spec.hidden_size, z.r, shared=shared)
         saved += part
         if "after" in places:
             saved += _norm(spec, z, f"norm after {name}", spec.hidden_size, z.c)
     if drops_residual(spec):
-        masks = z.keep(2 * spec.hidden_size, mask_bytes)
+        masks = z.keep(residual_drops(spec) * spec.hidden_size, mask_bytes)
         saved.append(SavedTensor(op="dropout masks", num_bytes=masks, along="sequence"))
     saved += _adapters(spec, block, z)
     return tuple(s for s in saved if s.num_bytes)
@@ -179,11 +197,14 @@ def _norm(
     ``shared``: another layer norm keeps the same input.
     """
     total = count * width
-    if spec.norm == "layernorm":
-        kept = (0 if shared else z.keep(total, out)) + z.keep(2 * count, out)
+    if writes_layer_norm(spec):
+        weight = total * _FP32 if z.r != _FP32 else 0  # heads have weights of their own
+        kept = z.keep(3 * total, _FP32) + z.keep(count, _FP32) + weight
+    elif spec.norm == "layernorm":
+        kept = (0 if shared else z.keep(total, out)) + z.keep(2 * count, z.r)
     else:
         gemma = spec.family in _ONE_PLUS_WEIGHT
-        normed = _FP32 if gemma or spec.family == "olmo2" else out
+        normed = _FP32 if spec.family in _NORMED_WIDE else out
         weight = width * _FP32 if gemma else 0
         kept = z.keep(total, _FP32) + z.keep(count, _FP32) + z.keep(total, normed) + weight
     yield SavedTensor(op=op, num_bytes=kept, along=along)
@@ -198,12 +219,15 @@ def _attention(
     if latent:
         yield from _latent_inputs(spec, z)
     else:
-        fused = spec.family in ("gpt2", "phi3", "bloom", "gpt_neox")
+        fused = spec.family in _FUSED_QKV
         yield SavedTensor(
             op="input of q, k, v",
             num_bytes=z.casts(spec.hidden_size, 1 if fused else 3),
             along="column_input",
         )
+    if spec.family in _ROTATED_IN_PAIRS:
+        tables = z.seq_len * 2 * _rotated(spec) * z.r
+        yield SavedTensor(op="rotary angles of the block", num_bytes=tables, along="column_input")
     if a.qk_norm:
         for name, heads in (("query norm", a.num_heads), ("key norm", a.num_kv_heads)):
             count = 1 if spec.family == "olmo2" else heads  # one norm over all heads, or one of each
@@ -219,6 +243,14 @@ def _attention(
         yield from (_scores(spec, z) if unfused else _fused(spec, block, z))
 
 
+def _rotated(spec: ModelSpec) -> int:
+    """Return how many numbers of a head a GLM-4 turns."""
+    said = spec.config.get("rope_parameters")
+    within: Mapping[str, Any] = cast("Mapping[str, Any]", said) if isinstance(said, Mapping) else {}
+    factor = within.get("partial_rotary_factor", spec.config.get("partial_rotary_factor", 0.5))
+    return int(spec.attention.head_dim * float(factor))
+
+
 def _dropped(spec: ModelSpec, z: _Sizes) -> Iterable[SavedTensor]:
     """Keep q, k, v for all heads, the softmax in at least fp32, the mask and the probabilities that are left."""
     a = spec.attention
@@ -231,9 +263,28 @@ def _dropped(spec: ModelSpec, z: _Sizes) -> Iterable[SavedTensor]:
     yield SavedTensor(op="attention scores", num_bytes=square * (max(z.c, _FP32) + 1 + z.c), along="tp")
 
 
+def writes_layer_norm(spec: ModelSpec) -> bool:
+    """Return whether the model's layer norms are written out operation by operation."""
+    return spec.family in _COMPOSED_LAYER_NORM
+
+
 def always_unfused(spec: ModelSpec) -> bool:
-    """Return whether transformers runs the family's attention eagerly: ALiBi, or soft-capped scores."""
-    return caps_scores(spec) or spec.family == "bloom"
+    """Return whether no fused kernel runs the model's attention in transformers.
+
+    Those are ALiBi, soft-capped scores, sinks, and Falcon's one key/value head, which it hands over as one.
+    """
+    return _eager(spec) or (
+        spec.family == "falcon" and spec.num_kv_heads < spec.num_heads and not _grouped(spec)
+    )
+
+
+def _eager(spec: ModelSpec) -> bool:
+    return caps_scores(spec) or spec.family in ("bloom", "gpt_oss")
+
+
+def _grouped(spec: ModelSpec) -> bool:
+    """Return whether a Falcon is a newer one, which repeats keys and values to all heads itself."""
+    return bool(spec.config.get("new_decoder_architecture"))
 
 
 def caps_scores(spec: ModelSpec) -> bool:
@@ -272,14 +323,17 @@ def _fused(spec: ModelSpec, block: BlockSpec, z: _Sizes, masks: bool = True) -> 
     """
     a = spec.attention
     q, out = a.num_heads * a.head_dim, a.num_heads * a.value_head_dim
-    masked = masks and block.sliding_window is not None and z.seq_len >= block.sliding_window
+    window = block.sliding_window is not None and z.seq_len >= block.sliding_window
+    masked = masks and (window or spec.family == "falcon")  # which always makes its mask
     heads = a.num_heads if masked or a.kind == "mla" else a.num_kv_heads
     keys, values = heads * a.head_dim, heads * a.value_head_dim
     again = 0
     if a.kind == "mla":
         values += a.num_heads * (a.qk_nope_head_dim or 0)  # values are a view of the up projection's output
-    elif spec.family == "gpt_neox":
+    elif spec.family in _QUERIES_JOINED:
         again = out if masks else 0  # as with phi3
+    elif spec.family == "gpt_neox":
+        again = out if masks else 0
         values += q + keys  # values are a view of the fused output, which is kept whole
     elif spec.family == "phi3":
         again = (
@@ -291,7 +345,10 @@ def _fused(spec: ModelSpec, block: BlockSpec, z: _Sizes, masks: bool = True) -> 
     yield SavedTensor(op="attention output", num_bytes=z.keep(out + again, z.c), along="tp")
     yield SavedTensor(op="log-sum-exp", num_bytes=z.keep(a.num_heads, _FP32), along="tp")
     if masked:
-        mask = z.tokens * z.seq_len * z.c
+        shared = (
+            spec.family == "falcon" and not a.rope
+        )  # numbers already, with its biases: one for all blocks
+        mask = 0 if shared else z.tokens * z.seq_len * z.c
         yield SavedTensor(op="attention mask", num_bytes=mask, along="column_input")
 
 
@@ -302,7 +359,7 @@ def _scores(spec: ModelSpec, z: _Sizes) -> Iterable[SavedTensor]:
     compute dtype but takes the softmax in fp32 and keeps both that and its cast (and the soft cap's output).
     """
     a = spec.attention
-    eager = always_unfused(spec)
+    eager = _eager(spec)
     inside = z.c if eager else max(z.c, _FP32)
     queries_keys_values = a.num_heads * (2 * a.head_dim + a.value_head_dim)
     yield SavedTensor(
@@ -316,6 +373,14 @@ def _scores(spec: ModelSpec, z: _Sizes) -> Iterable[SavedTensor]:
         per_score = _FP32 if z.c == _FP32 else _FP32 + z.c
         per_score += z.c if spec.family == "gemma2" else 0
     square = z.tokens * z.seq_len * a.num_heads
+    if (
+        spec.family == "gpt_oss"
+    ):  # the softmax stays in the compute dtype, and has the sink's share beside the keys'
+        share = z.keep(a.num_heads * (z.seq_len + 1), max(z.c, z.r))
+        cast = square * z.c if z.mixed else 0
+        largest = z.keep(a.num_heads, _INT64)
+        yield SavedTensor(op="attention scores", num_bytes=share + cast + largest, along="tp")
+        return
     yield SavedTensor(op="attention scores", num_bytes=square * per_score, along="tp")
 
 
@@ -324,13 +389,17 @@ def _feed_forward(spec: ModelSpec, block: BlockSpec, z: _Sizes) -> Iterable[Save
         yield from _experts(spec, block.moe, z)
         if block.moe.shared_ffn_size:
             yield from _gated(spec, block.moe.shared_ffn_size, z, "shared expert")
+        if spec.family == "qwen2_moe":
+            width = spec.hidden_size + 1
+            yield SavedTensor(op="shared expert", num_bytes=z.keep(width, z.c), along="column_input")
         return
-    fused = spec.family == "phi3" or not spec.gated_mlp
-    yield SavedTensor(
-        op="input of the feed-forward",
-        num_bytes=z.casts(spec.hidden_size, 1 if fused else 2),
-        along="column_input",
-    )
+    fused = spec.family in _FUSED_GATE or not spec.gated_mlp
+    if block.norms != "shared" or z.mixed:  # else it is what q, k and v read
+        yield SavedTensor(
+            op="input of the feed-forward",
+            num_bytes=z.casts(spec.hidden_size, 1 if fused else 2),
+            along="column_input",
+        )
     if spec.gated_mlp:
         yield from _gated(spec, block.ffn_size, z, "feed-forward")
         return
@@ -347,25 +416,37 @@ def _gated(spec: ModelSpec, ffn: int, z: _Sizes, op: str) -> Iterable[SavedTenso
 def _experts(spec: ModelSpec, moe: MoESpec, z: _Sizes) -> Iterable[SavedTensor]:
     """Router, dispatched copies, grouped gate/up and down, weighted outputs: k copies of every token."""
     k, h = moe.experts_per_token, spec.hidden_size
-    yield SavedTensor(op="input of the experts", num_bytes=z.keep(h, z.r), along="column_input")
+    readers = 1 + (2 if moe.shared_ffn_size else 0) + (1 if spec.family == "qwen2_moe" else 0)
+    yield SavedTensor(op="input of the experts", num_bytes=z.casts(h, readers), along="column_input")
     indices = k * _INT64
-    router = moe.num_experts * _FP32 + indices
-    if spec.family in ("mixtral", "deepseek_v3") or spec.config.get("norm_topk_prob"):
-        router += _FP32 * (1 + k)
-    if spec.family == "deepseek_v3":
-        groups = int(spec.config.get("n_group") or 8)
-        router += _INT64 * (2 * groups + int(spec.config.get("topk_group") or 4)) + moe.num_experts
+    wide = z.c if z.mixed and spec.family in _SCALED_SCORES else _FP32
+    router = moe.num_experts * wide + indices
+    if spec.family in ("mixtral", "deepseek_v3") or spec.config.get(
+        "norm_topk_prob", spec.family == "glm4_moe"
+    ):
+        router += wide * (1 + k)
+    if spec.family in _SCALED_SCORES:
+        usual = (8, 4) if spec.family == "deepseek_v3" else (1, 1)
+        groups = int(spec.config.get("n_group") or usual[0])
+        router += _INT64 * (2 * groups + int(spec.config.get("topk_group") or usual[1])) + moe.num_experts
+    if spec.family == "gpt_oss":
+        router = indices + k * z.c
     weight = 0
-    if spec.family in ("deepseek_v2", "deepseek_v3") and z.r != _FP32:
+    if spec.family in ("deepseek_v2", *_SCALED_SCORES) and z.r != _FP32:
         router += h * _FP32  # the router computes in fp32, from casts of its input and weight
         weight = moe.num_experts * h * _FP32
     yield SavedTensor(op="router", num_bytes=z.keep(router, 1) + weight, along="sequence")
+    lists, widths = (
+        (4, 7) if spec.family == "gpt_oss" else (3, 4)
+    )  # each row's expert for its bias; a clamped gate
     yield SavedTensor(
-        op="dispatched inputs", num_bytes=z.keep(k * h, z.r) + z.keep(3 * indices, 1), along="column_input"
+        op="dispatched inputs",
+        num_bytes=z.keep(k * h, z.r) + z.keep(lists * indices, 1),
+        along="column_input",
     )
     yield SavedTensor(
         op="routed experts",
-        num_bytes=z.keep(k * 4 * moe.ffn_size, z.r) + z.keep(k, z.r),
+        num_bytes=z.keep(k * widths * moe.ffn_size, z.r) + z.keep(k, z.c),
         along="tp",
     )
     yield SavedTensor(op="expert outputs", num_bytes=z.keep(k * h, z.r), along="sequence")

@@ -140,13 +140,24 @@ def expert_targets(spec: ModelSpec, adapter: AdapterSpec) -> tuple[str, ...]:
 
 
 def target_problems(spec: ModelSpec, adapter: AdapterSpec) -> list[Problem]:
-    """Return E271 for each target that is not the name of a matrix in the blocks of ``spec``, E285 for half of one."""
+    """Return E271 for each target that is not the name of a matrix in the blocks of ``spec``, E285 for half of one.
+
+    E292 for experts whose matrices are stored the other way round.
+    """
     called = expert_names(spec)
     known = tuple(dict.fromkeys(leaf(t) for t in _matrices(spec)))
     if called:
         known += ("experts", *called["experts"])
     problems: list[Problem] = []
+    turned = any(t.transposed and t.of_experts for b in spec.blocks for t in b.tensors)
     for name in adapter.targets:
+        if name in called and turned:
+            found = f"{name!r} of {spec.name!r}, whose experts are stored as [experts, in, out] with biases"
+            plain = [n for n in known if n != "experts" and n not in called]
+            problems.append(
+                problem("E292", where="adapter.targets", found=found, do=f"one of {', '.join(plain)}")
+            )
+            continue
         if name not in known and name in called:
             continue
         if name not in known and called and name in _SINGLE:
@@ -179,9 +190,7 @@ def expert_names(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
     "experts" means all of them; one is "down_proj", "experts.down_proj" or "mlp.experts.down_proj". Empty without
     experts.
     """
-    names = [
-        t.name.split(".") for b in spec.blocks for t in b.tensors if t.role in ("expert_in", "expert_out")
-    ]
+    names = [t.name.split(".") for b in spec.blocks for t in b.tensors if _stacked(t)]
     called: dict[str, list[str]] = {}
     for parts in names:
         last = ".".join(parts[-2:])
@@ -189,6 +198,11 @@ def expert_names(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
             if last not in called.setdefault(name, []):
                 called[name].append(last)
     return {name: tuple(meant) for name, meant in called.items()}
+
+
+def _stacked(tensor: TensorSpec) -> bool:
+    """Return whether a tensor holds matrices of all experts."""
+    return tensor.role in ("expert_in", "expert_out") and not tensor.is_bias
 
 
 def leaf(tensor: TensorSpec) -> str:
@@ -218,7 +232,7 @@ def _with_adapters(
         yield tensor
         if _is_matrix(spec, tensor) and leaf(tensor) in targets:
             yield from adapter_tensors(spec, tensor, adapter)
-        elif tensor.role in ("expert_in", "expert_out") and ".".join(tensor.name.split(".")[-2:]) in experts:
+        elif _stacked(tensor) and ".".join(tensor.name.split(".")[-2:]) in experts:
             yield from expert_adapter_tensors(tensor, adapter)
 
 
@@ -243,7 +257,7 @@ def adapter_tensors(
 ) -> tuple[TensorSpec, TensorSpec]:
     """Return A, [rank, in], and B, [out, rank], of a target matrix (GPT-2 stores its matrices as [in, out])."""
     (out, inner), (out_dim, in_dim) = tensor.shape, tensor.dims
-    if spec.family == "gpt2":
+    if tensor.transposed:
         (inner, out), (in_dim, out_dim) = tensor.shape, tensor.dims
     stem = tensor.name.removesuffix(".weight")
     return (

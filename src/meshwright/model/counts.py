@@ -68,7 +68,8 @@ def block_matmul_parameters(block: BlockSpec) -> int:
 
 def matmul_parameters(spec: ModelSpec) -> int:
     """Return the matrix elements one token is multiplied with in the model: blocks and head."""
-    return sum(block_matmul_parameters(b) for b in spec.blocks) + sum(t.numel for t in spec.head)
+    head = sum(t.numel for t in spec.head if not t.is_bias)
+    return sum(block_matmul_parameters(b) for b in spec.blocks) + head
 
 
 def attended_keys(block: BlockSpec, seq_len: int, convention: Convention) -> float:

@@ -1,4 +1,4 @@
-"""What a model does to its logits behind the head: a division (Granite), a scaled tanh (Gemma)."""
+"""What a model does to its logits behind the head: a division (Granite), a factor (Cohere), a scaled tanh (Gemma)."""
 
 from __future__ import annotations
 
@@ -32,4 +32,6 @@ def after_head(spec: ModelSpec) -> AfterHead:
         return AfterHead(cap=None if cap is None else float(cap))
     if spec.family == "granite":
         return AfterHead(divisor=float(spec.config.get("logits_scaling", 1.0)))
+    if spec.family in ("cohere", "cohere2"):
+        return AfterHead(divisor=1.0 / float(spec.config.get("logit_scale", 0.0625)))
     return AfterHead()

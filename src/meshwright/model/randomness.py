@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -16,11 +17,20 @@ _RESIDUAL: Final[Mapping[str, tuple[str, float]]] = MappingProxyType(
         "bloom": ("hidden_dropout", 0.0),
         "gpt_neox": ("hidden_dropout", 0.0),
         "starcoder2": ("residual_dropout", 0.0),
+        "seed_oss": ("residual_dropout", 0.1),
+        "stablelm": ("hidden_dropout", 0.0),
+        "phi": ("resid_pdrop", 0.0),
+        "falcon": ("hidden_dropout", 0.0),
     }
 )
 """Config key and its default of dropout on what a block adds to the residual stream, by family."""
 
-_BY_FUNCTION: Final = ("opt", "bloom", "starcoder2")
+_PROBABILITIES: Final[Mapping[str, tuple[str, float]]] = MappingProxyType(
+    {"gpt2": ("attn_pdrop", 0.1), "seed_oss": ("attention_dropout", 0.1)}
+)
+"""The same of dropout of attention probabilities, where it is not ``attention_dropout`` with default 0."""
+
+_BY_FUNCTION: Final = ("opt", "bloom", "starcoder2", "seed_oss", "falcon")
 """Families whose dropout is a function call, not a module: torch's own random numbers, rank by rank."""
 
 
@@ -34,11 +44,14 @@ def drops_residual(spec: ModelSpec) -> bool:
     return spec.family in _RESIDUAL and _probability(spec, *_RESIDUAL[spec.family]) > 0
 
 
+def residual_drops(spec: ModelSpec) -> int:
+    """Return how many sums of a block have dropout, where ``drops_residual``: StableLM has it on its feed-forward's."""
+    return 1 if spec.family in ("stablelm", "falcon") else 2
+
+
 def drops_probabilities(spec: ModelSpec) -> bool:
     """Return whether the model drops attention probabilities, which takes attention apart."""
-    if spec.family == "gpt2":
-        return _probability(spec, "attn_pdrop", 0.1) > 0
-    return _probability(spec, "attention_dropout", 0.0) > 0
+    return _probability(spec, *_PROBABILITIES.get(spec.family, ("attention_dropout", 0.0))) > 0
 
 
 def layout_dependent(spec: ModelSpec) -> tuple[str, ...]:
@@ -50,6 +63,15 @@ def layout_dependent(spec: ModelSpec) -> tuple[str, ...]:
     if jitter > 0:
         found.append(f"router_jitter_noise {jitter:g}")
     return tuple(found)
+
+
+def at_rest(spec: ModelSpec) -> ModelSpec:
+    """Return ``spec`` without dropout, as a model in evaluation mode computes."""
+    keys = [
+        found[0] for table in (_RESIDUAL, _PROBABILITIES) if (found := table.get(spec.family)) is not None
+    ]
+    off = dict.fromkeys([*keys, "attention_dropout"], 0.0)
+    return replace(spec, dropout=0.0, config={**spec.config, **off})
 
 
 def draws_alike(spec: ModelSpec) -> bool:

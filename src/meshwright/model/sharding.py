@@ -19,6 +19,11 @@ KvHeads: TypeAlias = Literal["split", "replicate"]
 Cut: TypeAlias = Literal["column", "row", "vocab", "replicated"]
 
 _KV: Final = "kv_heads*head_dim"
+_KV_HEADS: Final = "kv_heads"
+BY_KV_HEAD: Final = "kv_heads*(group+2)*head_dim"
+"""Queries of one key/value head after another, each followed by that head's key and value."""
+_PAIRS: Final = "ffn*2"
+"""Gate and up next to each other, number by number."""
 _CUT_DIMS: Final = frozenset(
     {
         "heads*head_dim",
@@ -27,7 +32,11 @@ _CUT_DIMS: Final = frozenset(
         "heads*qk_head_dim",
         "heads*(nope+value)",
         "heads*value_head_dim",
+        "heads",
+        _KV_HEADS,
+        BY_KV_HEAD,
         "ffn",
+        _PAIRS,
         "vocab",
     }
 )
@@ -96,10 +105,10 @@ def tp_local_shape(
         sizes = segment_sizes(tensor, attention)
         local = 0
         for name, size in zip(cut.segments, sizes, strict=True):
-            if name == _KV and kv_heads == "replicate" and attention.num_kv_heads < tp:
-                local += attention.head_dim
+            if kv_heads == "replicate" and (head := _lone_head(name, tp, attention)):
+                local += head
             else:
-                local += -(-size // tp)
+                local += _share(name, size, tp)
         shape[cut.tp_dim] = local
     return tuple(shape)
 
@@ -116,15 +125,27 @@ def tp_ranges(
     parts: list[tuple[int, int]] = []
     at = 0
     for name, size in zip(cut.segments, segment_sizes(tensor, attention), strict=True):
-        if name == _KV and attention.num_kv_heads < tp:
-            each = attention.head_dim
+        if each := _lone_head(name, tp, attention):
             parts.append((at + index * attention.num_kv_heads // tp * each, each))
         else:
-            each = -(-size // tp)
+            each = _share(name, size, tp)
             start = min(index * each, size)
             parts.append((at + start, min(each, size - start)))
         at += size
     return tuple(parts)
+
+
+def _lone_head(name: str, tp: int, attention: AttentionSpec) -> int:
+    """Return the size of one key/value head along a segment of them where there are fewer than ranks, else 0."""
+    if attention.num_kv_heads >= tp:
+        return 0
+    return {_KV: attention.head_dim, _KV_HEADS: 1}.get(name, 0)
+
+
+def _share(name: str, size: int, tp: int) -> int:
+    """Return the largest rank's share of a segment, pairs kept together."""
+    unit = 2 if name == _PAIRS else 1
+    return -(-size // unit // tp) * unit
 
 
 def tp_shape(tensor: TensorSpec, tp: int, index: int, attention: AttentionSpec) -> tuple[int, ...]:
@@ -141,12 +162,18 @@ def tp_copies(tensor: TensorSpec, tp: int, attention: AttentionSpec) -> int:
     cut = rule(tensor)
     if cut.tp_dim is None:
         return tp
-    return tp // attention.num_kv_heads if set(cut.segments) == {_KV} and attention.num_kv_heads < tp else 1
+    lone = len(set(cut.segments)) == 1 and _lone_head(cut.segments[0], tp, attention)
+    return tp // attention.num_kv_heads if lone else 1
 
 
 def shared_norms(block: BlockSpec) -> tuple[TensorSpec, ...]:
     """Return the weights of a block's norms whose mean square is taken over the heads of all ranks of the tensor axis."""
-    return tuple(t for t in block.tensors if t.role == "norm" and rule(t).tp_dim is not None)
+    return tuple(t for t in block.tensors if t.role == "norm" and over_all_heads(t))
+
+
+def over_all_heads(norm: TensorSpec) -> bool:
+    """Return whether a norm is over the queries (or keys) of all heads together; one per head has [heads, head size]."""
+    return len(norm.dims) == 1 and rule(norm).tp_dim is not None
 
 
 GradientSum: TypeAlias = Literal["", "all", "heads"]
@@ -157,14 +184,15 @@ def gradient_sum(tensor: TensorSpec, tp: int, sp: bool, attention: AttentionSpec
 
     "all": every rank saw its own tokens (sequence-sharded norms and biases), its own heads (norms per head, and what
     makes the latent that all heads read) or its own part of what the tensor is multiplied with (routers, whose weights
-    multiply each expert's output; the factor of an adapter that is not cut);
+    multiply each expert's output; the gate of a shared expert; the factor of an adapter that is not cut);
     "heads": the ranks with a copy of one key/value head; "": the rank's gradient is whole.
     """
     if tp == 1:
         return ""
     if rule(tensor).tp_dim is None:
         inner = tensor.role == "norm" and tensor.dims != ("hidden",)
-        own_part = inner or tensor.role in ("router", "adapter", "attention_in")
+        own_part = inner or tensor.role in ("router", "adapter", "attention_in", "shared_in")
+        own_part = own_part or (tensor.role == "expert_out" and tensor.is_bias)  # added on one rank
         return "all" if sp or own_part else ""
     return "heads" if tp_copies(tensor, tp, attention) > 1 else ""
 

@@ -58,6 +58,7 @@ class TensorSpec:
         role: what it does, which decides how an axis cuts it.
         is_bias: a bias (or another 1-D companion) of the matrix with the same role.
         tied_to: the name of the tensor whose storage it shares; such a tensor is not counted.
+        transposed: a matrix stored as [in, out].
     """
 
     name: str
@@ -66,6 +67,7 @@ class TensorSpec:
     role: Role
     is_bias: bool = False
     tied_to: str | None = None
+    transposed: bool = False
 
     @property
     def numel(self) -> int:
@@ -115,8 +117,9 @@ class BlockSpec:
 
     Attributes:
         ffn_size: the dense MLP's width (0 in a MoE block).
-        norms: where the norms of the hidden states stand: before attention and feed-forward, around them, or after
-            them; among ``tensors`` they come in the order in which they are computed.
+        norms: where the norms of the hidden states stand: before attention and feed-forward, around them, after
+            them, or one before both ("shared", in a parallel block); among ``tensors`` they come in the order in which
+            they are computed.
         parallel: attention and feed-forward both read the block's input, and it is added to both.
     """
 
@@ -126,7 +129,7 @@ class BlockSpec:
     tensors: tuple[TensorSpec, ...]
     sliding_window: int | None = None
     moe: MoESpec | None = None
-    norms: Literal["before", "around", "after"] = "before"
+    norms: Literal["before", "around", "after", "shared"] = "before"
     parallel: bool = False
 
     @property
@@ -134,9 +137,16 @@ class BlockSpec:
         """Parameters in this block."""
         return sum(t.numel for t in self.tensors if t.tied_to is None)
 
+    @property
+    def ends_in_norm(self) -> bool:
+        """Whether a norm stands behind the block's last sum."""
+        return "after" in NORM_PLACES[self.norms]
+
     def norm_tensors(self, part: Literal["attention", "mlp"]) -> tuple[list[TensorSpec], list[TensorSpec]]:
         """Return the tensors of the norms of hidden states before and after attention or the feed-forward."""
         norms = [t for t in self.tensors if t.role == "norm" and t.dims == ("hidden",)]
+        if self.norms == "shared":
+            return norms, []
         names = list(dict.fromkeys(t.name.rpartition(".")[0] for t in norms))
         places = [(p, at) for p in ("attention", "mlp") for at in NORM_PLACES[self.norms]]
 
@@ -148,7 +158,7 @@ class BlockSpec:
 
 
 NORM_PLACES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {"before": ("before",), "around": ("before", "after"), "after": ("after",)}
+    {"before": ("before",), "around": ("before", "after"), "after": ("after",), "shared": ("before",)}
 )
 """The norms beside attention, and beside the feed-forward, by ``BlockSpec.norms``."""
 

@@ -12,6 +12,10 @@ A soft cap c makes scores c tanh(s / c): their gradient is multiplied by 1 - (sc
 With dropout o is the sum of the shares that are left, scaled by 1 / (1 - p), times their values; l is that of all shares,
 so parts add up as before. Backward: the gradient of a share that was dropped is 0, of the others dO v' / (1 - p).
 
+A sink is one more score z of a head, the same for every query, without a value. It joins once, after all parts, with
+output 0 and l = z: the formulas above hold with the l and o that it leaves, and its own gradient is the sum over
+queries of -exp(z - l) rowsum(dO o).
+
 Shape suffixes: B micro-batch, H query heads, K key/value heads, Q queries, S keys, E head size. Key/value heads are
 never expanded: query head h reads key/value head h // (H / K).
 """
@@ -249,3 +253,17 @@ class Parts:
         held.mul_((before - base).exp()[..., None])
         held.add_(out.to(held.dtype) * (lse.to(before.dtype) - base).exp()[..., None])
         self.lse_BHQ[:, :, rows] = joined
+
+    def sink(self, sinks_H: Tensor) -> None:
+        """Join a score of each head that has no value, after all keys."""
+        joined_BHQ = torch.logaddexp(self.lse_BHQ, sinks_H.to(self.lse_BHQ.dtype)[:, None])
+        self.out_BHQE.mul_((self.lse_BHQ - joined_BHQ).exp()[..., None])
+        self.lse_BHQ = joined_BHQ
+
+
+def sink_gradient(grad_BHQE: Tensor, out_BHQE: Tensor, lse_BHQ: Tensor, sinks_H: Tensor) -> Tensor:
+    """Return the gradient [H] of the sinks over these queries, given the final output and log-sum-exp."""
+    full = lse_BHQ.dtype
+    row_sum_BHQ = (grad_BHQE.to(full) * out_BHQE.to(full)).sum(-1)
+    share_BHQ = (sinks_H.to(full)[:, None] - lse_BHQ).exp()
+    return -(share_BHQ * row_sum_BHQ).sum((0, 2)).to(sinks_H.dtype)

@@ -15,7 +15,7 @@ from meshwright.model.spec import ModelSpec
 from meshwright.parallel.deferred import Deferred
 from meshwright.program import units
 
-ROUTER_LOSS = ("mixtral", "qwen3_moe")
+ROUTER_LOSS = ("mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss")
 """Model types whose router loss is built (see ``parallel.router_loss``)."""
 
 

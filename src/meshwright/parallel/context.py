@@ -41,6 +41,9 @@ NAME = "meshwright_context"
 ATTRIBUTE = "meshwright_context_axis"
 """Attribute of an attention module that holds its ``ContextAxis``."""
 
+WINDOW = "meshwright_window"
+"""Attribute of an attention module that holds its sliding window: some models only tell it to the mask."""
+
 WITHOUT_MEANING = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_router_logits", "is_causal", "cache"}
 )
@@ -99,6 +102,7 @@ class ContextAxis:
         scale: float,
         documents_BT: Tensor | None = None,
         drops: Drops | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Return the output [B, H, L, F] of this rank's queries over the keys of all ranks."""
         if self.style == "ulysses":
@@ -111,8 +115,9 @@ class ContextAxis:
                 scale=scale,
                 documents_BT=documents_BT,
                 drops=drops,
+                sinks_H=sinks_H,
             )
-        ring = ring_of(self.group, self.runs, rule, scale, documents_BT, drops)
+        ring = ring_of(self.group, self.runs, rule, scale, documents_BT, drops, sinks_H)
         return ring_attention(q_BHLE, k_BKLE, v_BKLF, ring)
 
 
@@ -159,11 +164,12 @@ def take_over(causal_lm: nn.Module, spec: ModelSpec, axis: ContextAxis) -> None:
                 "E262", where="model", found=f"{type(causal_lm).__name__} does not take another attention"
             )
         )
-    prefix = f"{spec.paths.blocks}."
-    for tensor in spec.tensors():
-        if tensor.role == "attention_in" and tensor.name.startswith(prefix):
-            path = tensor.name.rpartition(".")[0].rpartition(".")[0]
-            setattr(causal_lm.get_submodule(path), ATTRIBUTE, axis)
+    for block in spec.blocks:
+        for tensor in block.tensors:
+            if tensor.role == "attention_in" and tensor.name.endswith(".weight"):
+                module = causal_lm.get_submodule(tensor.name.rpartition(".")[0].rpartition(".")[0])
+                setattr(module, ATTRIBUTE, axis)
+                setattr(module, WINDOW, block.sliding_window)
 
 
 def context_attention(
@@ -176,11 +182,13 @@ def context_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention output [B, L, H, F] as transformers' attention functions do; no attention weights.
 
-    Query [B, H, L, E], key and value [B, K, L, E or F], this rank's tokens, rotated at their positions.
+    Query [B, H, L, E], key and value [B, K, L, E or F], this rank's tokens, rotated at their positions; ``s_aux`` [H] is
+    a score of each head without a value.
 
     Raises:
         MeshwrightError: E262 for a mask, argument or dropout without masks by element that would change the result.
@@ -200,7 +208,8 @@ def context_attention(
         found.append("attention that is not causal")
     if found or axis is None:
         raise _not_done(type(module).__name__, found)
-    window = sliding_window if sliding_window is not None and sliding_window < axis.padded else None
+    window = sliding_window if sliding_window is not None else getattr(module, WINDOW, None)
+    window = window if window is not None and window < axis.padded else None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     device = query.device.type
     if torch.is_autocast_enabled(device):
@@ -209,7 +218,7 @@ def context_attention(
     with torch.autocast(device, enabled=False):
         drops = place.drops(query, dropout, axis.seq_len) if dropout and place is not None else None
         rule = Rule(window=window, cap=softcap)
-        out = axis.attention(query, key, value, rule, scale, documents, drops)
+        out = axis.attention(query, key, value, rule, scale, documents, drops, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -217,15 +217,17 @@ def attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers' registry calls it, with our mask on the probabilities; else its own SDPA.
 
-    Shapes: query [B, H, Q, E]; key and value [B, H or fewer, K, E]; returns [B, Q, H, E].
+    Shapes: query [B, H, Q, E]; key and value [B, H or fewer, K, E]; returns [B, Q, H, E]. ``s_aux`` [H]: a score of each
+    head without a value.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if dropout == 0.0 and softcap is None:
+    if dropout == 0.0 and softcap is None and s_aux is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, 0.0, scaling, **kwargs)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -239,8 +241,11 @@ def attention(
         scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
     else:
         scores = scores + attention_mask
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], -1)
     wide = torch.promote_types(scores.dtype, torch.float32)
     share = torch.softmax(scores, -1, dtype=wide).to(query.dtype)
+    share = share if s_aux is None else share[..., :-1]
     if dropout:
         place: Place = getattr(module, ATTRIBUTE)
         share = place.on_probabilities(share, dropout)

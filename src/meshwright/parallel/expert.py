@@ -38,6 +38,10 @@ GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What torch's grouped matmul multiplies."""
 
 
+ADDS_BIAS = "meshwright_adds_bias"
+"""Attribute of a module of experts that is False on ranks of the tensor axis that leave out the last bias."""
+
+
 def sort_by_expert(index_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return the order that brings the (token, choice) pairs together by expert, and the rows of each expert.
 
@@ -92,13 +96,28 @@ def expert_rows(experts: Any, x_SD: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _product(experts: Any, name: str, x_SD: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return the rows times the experts' matrices called ``name``, with what their adapter adds where there is one."""
-    y_SF = grouped_linear(x_SD, getattr(experts, name), counts)
+    """Return the rows times the experts' matrices called ``name``, with their biases, and what an adapter adds.
+
+    The bias behind the second product is added on one rank of a tensor axis, whose results are partial sums.
+    """
+    weight_EFD = getattr(experts, name)
+    y_SF = grouped_linear(x_SD, weight_EFD.transpose(1, 2) if is_transposed(experts) else weight_EFD, counts)
+    bias_EF = getattr(experts, f"{name}_bias", None)
+    if bias_EF is not None:
+        if name == "down_proj" and not getattr(experts, ADDS_BIAS, True):
+            bias_EF = bias_EF * 0.0
+        of_rows = torch.tensor(counts, device=y_SF.device)
+        y_SF = y_SF + bias_EF.to(y_SF.dtype).repeat_interleave(of_rows, 0, output_size=y_SF.shape[0])
     first_ERD = getattr(experts, f"{name}_lora_A", None)
     if first_ERD is None:
         return y_SF
     x_SR = grouped_linear(x_SD, first_ERD, counts)
     return y_SF + grouped_linear(x_SR, getattr(experts, f"{name}_lora_B"), counts) * experts.lora_scaling
+
+
+def is_transposed(experts: Any) -> bool:
+    """Return whether transformers' module stores its experts' matrices as [E, in, out]."""
+    return bool(getattr(experts, "is_transposed", False))
 
 
 def combine(rows_SD: Tensor, order: Tensor, weights_NK: Tensor, dtype: torch.dtype) -> Tensor:

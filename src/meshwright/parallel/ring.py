@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.layout.context import Run
-from meshwright.parallel.attend import Parts, attend, attend_backward
+from meshwright.parallel.attend import Parts, attend, attend_backward, sink_gradient
 from meshwright.parallel.dropout import Drops
 from meshwright.parallel.pairs import TilePairs
 from meshwright.parallel.tiles import Rule, Tile, pieces, positions_of, tiles
@@ -36,6 +36,7 @@ class Ring:
         documents_BT: document of each position of the whole sequence, [B, T], ascending along a row, or None; only
             equal ones see each other.
         drops: dropout of attention probabilities, or None.
+        sinks_H: one more score of each head, whose share goes nowhere, or None.
     """
 
     group: dist.ProcessGroup | None
@@ -45,6 +46,7 @@ class Ring:
     scale: float
     documents_BT: Tensor | None = field(default=None, compare=False)
     drops: Drops | None = field(default=None, compare=False)
+    sinks_H: Tensor | None = field(default=None, compare=False)
     _parts: dict[int, tuple[Tile, ...]] = field(
         default_factory=dict[int, tuple[Tile, ...]], init=False, compare=False
     )
@@ -130,7 +132,9 @@ class _RingAttention(torch.autograd.Function):
     """Attention of this rank's queries to the keys of all ranks (see the module)."""
 
     @staticmethod
-    def forward(ctx: Any, q_BHQE: Tensor, k_BKSE: Tensor, v_BKSF: Tensor, ring: Ring) -> Tensor:
+    def forward(
+        ctx: Any, q_BHQE: Tensor, k_BKSE: Tensor, v_BKSF: Tensor, sinks_H: Tensor | None, ring: Ring
+    ) -> Tensor:
         parts = Parts(q_BHQE, v_BKSF.shape[-1])
 
         def add(source: int, k: Tensor, v: Tensor) -> None:
@@ -143,15 +147,17 @@ class _RingAttention(torch.autograd.Function):
                 parts.add(tile, out, lse)
 
         _round(ring, k_BKSE, v_BKSF, add)
+        if sinks_H is not None:
+            parts.sink(sinks_H)
         out = parts.out_BHQE.to(q_BHQE.dtype)
         ctx.ring = ring
-        ctx.save_for_backward(q_BHQE, k_BKSE, v_BKSF, out, parts.lse_BHQ)
+        ctx.save_for_backward(q_BHQE, k_BKSE, v_BKSF, out, parts.lse_BHQ, sinks_H)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ring: Ring = ctx.ring
-        q, k_home, v_home, out, lse = ctx.saved_tensors
+        q, k_home, v_home, out, lse, sinks_H = ctx.saved_tensors
         grad = grads[0].contiguous()
         full = lse.dtype
         grad_q = torch.zeros_like(q, dtype=full)
@@ -184,7 +190,8 @@ class _RingAttention(torch.autograd.Function):
         if travelling is not None:
             home[0] += travelling.wait()
         grad_k, grad_v = unpack(home[0], k_home, v_home)
-        return grad_q.to(q.dtype), grad_k.to(k_home.dtype), grad_v.to(v_home.dtype), None
+        grad_sinks = None if sinks_H is None else sink_gradient(grad, out, lse, sinks_H)
+        return grad_q.to(q.dtype), grad_k.to(k_home.dtype), grad_v.to(v_home.dtype), grad_sinks, None
 
 
 def _round(ring: Ring, k_home: Tensor, v_home: Tensor, add: Callable[[int, Tensor, Tensor], None]) -> None:
@@ -208,7 +215,7 @@ def ring_attention(q_BHQE: Tensor, k_BKSE: Tensor, v_BKSF: Tensor, ring: Ring) -
 
     Key/value heads are K <= H, H a multiple of K. Communication: see the module; none for one rank.
     """
-    out: Any = _RingAttention.apply(q_BHQE, k_BKSE, v_BKSF, ring)
+    out: Any = _RingAttention.apply(q_BHQE, k_BKSE, v_BKSF, ring.sinks_H, ring)
     return out
 
 
@@ -219,6 +226,7 @@ def ring_of(
     scale: float,
     documents_BT: Tensor | None = None,
     drops: Drops | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Ring:
     """Return the ring of ``group``; ``runs`` of each of its coordinates."""
     index = 0 if group is None else group.rank()
@@ -230,4 +238,5 @@ def ring_of(
         scale=scale,
         documents_BT=documents_BT,
         drops=drops,
+        sinks_H=sinks_H,
     )

@@ -75,7 +75,7 @@ class RouterLoss:
         self._dtype, self._counted, self._context = dtype, counted, context
         self._logits: list[Tensor] = []
         self._open = False
-        paths = [t.name.rpartition(".")[0] for t in spec.tensors() if t.role == "router"]
+        paths = list(dict.fromkeys(t.name.rpartition(".")[0] for t in spec.tensors() if t.role == "router"))
         self._rows = len(paths) * seq_len
         self._factor = float(lm.router_aux_loss_coef) * self._experts / self._rows
         blocks = dict(get_module(causal_lm, spec.paths.blocks).named_children())

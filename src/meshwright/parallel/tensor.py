@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.mesh.device_mesh import MeshView
-from meshwright.model.sharding import gradient_sum, rule, tp_ranges
+from meshwright.model.sharding import gradient_sum, over_all_heads, rule, tp_ranges
 from meshwright.model.spec import ModelSpec, TensorSpec
 from meshwright.parallel.adapters import adapter_output, base_layer
+from meshwright.parallel.expert import ADDS_BIAS, whole_forward
 from meshwright.parallel.loss import Columns
 from meshwright.parallel.stage import IGNORE, StageModule, get_module, logical_name
 from meshwright.parallel.tied import local
@@ -324,10 +325,10 @@ def _cut_block(block: nn.Module, prefix: str, axis: TensorAxis, sp: bool) -> Non
         if not tensor.name.startswith(prefix) or not tensor.name.endswith(".weight"):
             continue
         path = tensor.name.removeprefix(prefix).removesuffix(".weight")
-        if tensor.role == "norm" and rule(tensor).tp_dim is not None:
+        if tensor.role == "norm" and over_all_heads(tensor):
             _share_norm(block.get_submodule(path), axis)
             continue
-        if tensor.role == "router":
+        if tensor.role == "router" and not tensor.is_bias:
             _cut_experts(block.get_submodule(path.rpartition(".")[0]), axis, sp)
             continue
         parent = path.rpartition(".")[0]
@@ -350,6 +351,10 @@ def _cut_experts(mixture: nn.Module, axis: TensorAxis, sp: bool) -> None:
 
     Router and routing are the same on all ranks; the outputs of the experts, weighted, are partial sums.
     """
+    experts: Any = mixture.get_submodule("experts")
+    if getattr(experts, "has_bias", False):
+        setattr(experts, ADDS_BIAS, axis.index == 0)
+        experts.forward = partial(whole_forward, experts, num_experts=int(experts.num_experts))
     _before(mixture, axis.group, *((_all_gather, _reduce_scatter) if sp else (_same, _all_reduce)))
     _after(mixture, axis.group, *((_reduce_scatter, _all_gather) if sp else (_all_reduce, _same)))
 
@@ -367,6 +372,7 @@ def _tell_heads(attention: Any, axis: TensorAxis) -> None:
     for name, here in (
         ("num_heads", heads),
         ("num_key_value_heads", kv),
+        ("num_kv_heads", kv),
         ("num_key_value_groups", heads // kv),
     ):
         if hasattr(attention, name):

@@ -65,11 +65,13 @@ def ulysses_attention(
     scale: float,
     documents_BT: Tensor | None = None,
     drops: Drops | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return the attention output [B, H, L, F] of this rank's part of the sequence (part i of n on rank i).
 
     ``documents_BT``: document of each position of the whole sequence, or None; only equal ones see each other.
     ``drops``: dropout of attention probabilities of the heads that this rank holds outside, or None.
+    ``sinks_H``: a score without a value of each of those heads, or None.
     Communication: see the module. n divides H.
     """
     n = group.size()
@@ -87,7 +89,9 @@ def ulysses_attention(
         for p, heads_here, size in zip(sent.split(sizes, 1), (each, kv_each, kv_each), (e, e, f), strict=True)
     )
     mine = None if drops is None else drops.from_head(group.rank() * each)
-    out = ring_attention(q, k, v, ring_of(None, [((0, n * length),)], rule, scale, documents_BT, mine))
+    sinks = None if sinks_H is None else sinks_H.narrow(0, group.rank() * each, each)
+    ring = ring_of(None, [((0, n * length),)], rule, scale, documents_BT, mine, sinks)
+    out = ring_attention(q, k, v, ring)
     back = out.reshape(b, each, n, length, f).permute(2, 0, 1, 3, 4).flatten(1)
     got: Any = _Swap.apply(back, group)
     return got.reshape(n, b, each, length, f).transpose(0, 1).reshape(b, h, length, f)

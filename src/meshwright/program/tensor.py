@@ -115,10 +115,7 @@ def micro_batch_collectives(
             ]
             yield from _recomputed(layout, steps[i - 1][0], name, send, hidden, summed, norms)
             # a norm behind the block's last sum reads it; so does dropout, whose mask is saved behind it
-            if (
-                drops_residual(spec)
-                or spec.blocks[stage_layers(layout, stage)[i // len(PAIRS)]].norms != "before"
-            ):
+            if drops_residual(spec) or spec.blocks[stage_layers(layout, stage)[i // len(PAIRS)]].ends_in_norm:
                 kind = "reduce_scatter" if layout.sp else "all_reduce"
                 yield send(kind, out, f"partial sums out of {name}, recomputed")
         if layout.sp and inside:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.base.axes import TIED
 from meshwright.mesh.device_mesh import build_mesh
-from meshwright.model.randomness import draws_alike
+from meshwright.model.randomness import at_rest, draws_alike
 from meshwright.model.spec import ModelSpec
 from meshwright.parallel.apply import ParallelModel, apply_plan, needs_tied_group
 from meshwright.parallel.compiled import PROOF_BACKEND
@@ -151,7 +151,8 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None], device_type:
     close_optimizer(optimizer)
     model.close()
     schedule = parse_schedule(plan.schedule_text, name=plan.layout.schedule)
-    program = derive(spec, plan.layout, plan.batch, schedule, rank, frozen=plan.frozen)
+    ran = spec if draws_alike(spec) else at_rest(spec)  # dropout that rests leaves no mask to wait for
+    program = derive(ran, plan.layout, plan.batch, schedule, rank, frozen=plan.frozen)
     return RankProof(
         rank=rank,
         stage_of=model.stage_of,

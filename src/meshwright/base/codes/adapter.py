@@ -1,4 +1,4 @@
-"""Codes about adapters, offload and compiled blocks (E271-E285)."""
+"""Codes about adapters, offload and compiled blocks (E271-E285, E292)."""
 
 from __future__ import annotations
 
@@ -30,6 +30,16 @@ peft (target_parameters) gives such a parameter one pair of factors for each exp
 they are one matrix of twice the width. Older files have w1, w2, w3 or gate_proj, up_proj for each expert: there is no
 such layer to put an adapter beside. In a model with experts peft takes these names for the experts wherever they stand,
 so that the dense and shared feed-forwards of such a model have no adapter either.""",
+    ),
+    CodeInfo(
+        code="E292",
+        title="Adapters beside this model's experts are not built yet",
+        kind="code",
+        why="factors of experts are known for matrices stored [experts, out, in], without biases",
+        needs="layers of attention as targets, in a model whose experts are stored [experts, in, out]",
+        do="leave adapter.targets out: attention gets the adapters",
+        page="""gpt-oss stores its experts' matrices the other way round than other mixtures, gate and up number by number
+next to each other, with biases. Adapters of its attention run on every axis; those of its experts are not built.""",
     ),
     CodeInfo(
         code="E272",

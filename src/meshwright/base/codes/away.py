@@ -1,4 +1,4 @@
-"""Codes about parameters that rest away from the device, and fp8 (E290-E294)."""
+"""Codes about parameters that rest away from the device, and fp8 (E290-E291)."""
 
 from __future__ import annotations
 

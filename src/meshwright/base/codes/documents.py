@@ -147,7 +147,8 @@ and the tokenizer are the same as before.""",
         needs="a family of those for which it is tested",
         do="set data.rows to pad (one document a row) or stream",
         page="""Packing relies on the model to mask attention by document from the positions. That a packed row gives the
-losses and gradients of its documents apart is tested for each family that is allowed.""",
+losses and gradients of its documents apart is tested for each family that is allowed. gpt-oss makes its masks without
+the positions, so its documents would see each other.""",
     ),
     CodeInfo(
         code="W640",

@@ -273,9 +273,10 @@ parallelism and ZeRO first.""",
         needs="a family that is built, whole key/value heads where they are fused, vocabulary rows for every rank",
         do="tp=1 with dp, zero or pp",
         page="""Every family is cut over tp now: fused matrices part by part, each expert like a feed-forward; a family
-that is added later may come without. Phi-3 keeps queries, keys and values in one matrix: there a key/value head cannot
-live on several ranks, so tp divides their number. Biases of shared experts (DeepSeek-V2 with mlp_bias) would be added
-once on each rank.
+that is added later may come without. Phi-3 and Falcon keep queries, keys and values in one matrix: there a key/value
+head cannot live on several ranks, so tp divides their number (Falcon-7B has one, so it runs with tp=1). Biases of shared
+experts (DeepSeek-V2 with mlp_bias) would be added once on each rank. StableLM-2-12B has a module of norms for every head,
+and Falcon-RW adds biases by position to each head: neither is cut.
 Vocabulary rows are cut ceil(rows / tp) to a rank; a vocabulary so small that the last rank gets none is refused.
 What is refused runs with data parallelism, ZeRO and pipelines.""",
     ),
@@ -298,8 +299,8 @@ tokens at a time. With tp=1 one rank has all columns, and there is nothing to su
         needs="dropout by modules or by attention functions (gpt2, llama and most families), without router jitter",
         do="set them to 0 in the model's config where runs of different layouts must agree",
         page="""Initial weights, and the dropout masks of most families, are the same in every layout and world size.
-Families that call dropout as a function (OPT, BLOOM, StarCoder2) and the jitter of a router draw from torch's own
-generator: each run is valid, but two layouts are then two different runs. A proof lets them rest.""",
+Families that call dropout as a function (OPT, BLOOM, StarCoder2, Falcon, Seed-OSS) and the jitter of a router draw from
+torch's own generator: each run is valid, but two layouts are then two different runs. A proof lets them rest.""",
     ),
     CodeInfo(
         code="E260",
@@ -308,8 +309,9 @@ generator: each run is valid, but two layouts are then two different runs. A pro
         why="a family's attention must be known to do nothing that an attention over ranks leaves out",
         needs="a family that is built, and dropout whose masks follow from the element, or cp=1",
         do="cp=1 with dp, zero or pp",
-        page="""Every family but BLOOM is cut over cp now, with causal masks, sliding windows, soft-capped scores, packed
-documents and dropout. BLOOM adds biases by position inside its own modules, which count positions from 0 on every rank.
+        page="""Every family but BLOOM and Falcon is cut over cp now, with causal masks, sliding windows, soft-capped
+scores, attention sinks, packed documents and dropout. BLOOM adds biases by position inside its own modules, which count
+positions from 0 on every rank; Falcon's modules call torch's attention themselves, so no other can take its place.
 Where a router's jitter makes a model draw from each process's own generator (W207), its attention dropout does so
 too, and over cp there would be nothing to hold it against.""",
     ),
@@ -344,7 +346,8 @@ next. Several shard groups with cp outside dp in order are not proved, and refus
         why="a family's experts and router must be known to be spread",
         needs="a family that is built, or ep=1",
         do="ep=1 with zero=3, which shards the experts' state",
-        page="""Spread over ranks now: the experts of mixtral, qwen3_moe, deepseek_v2 and deepseek_v3.""",
+        page="""Spread over ranks now: the experts of mixtral, qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3, glm4_moe
+and gpt_oss.""",
     ),
     CodeInfo(
         code="W265",

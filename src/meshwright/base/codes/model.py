@@ -76,10 +76,11 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         page=(
             "The field model_type (or the first entry of architectures) names the family. Known families: GPT-2,\n"
             "Llama, Mistral, Qwen2 and 2.5, Qwen3, Gemma, Gemma-2, Gemma-3 (its text part), Phi-3, Granite, SmolLM3,\n"
-            "OLMo 2, StarCoder2, GPT-NeoX (Pythia), Mixtral, Qwen3-MoE, DeepSeek-V2 and V3, OPT, BLOOM. Many models\n"
-            "are one of these under another name: if all tensor names agree, set model_type and architectures to that\n"
-            "family's. Code that ships beside a config.json (auto_map) is never executed; the model is read as its\n"
-            "family's standard module."
+            "OLMo 2, StarCoder2, GPT-NeoX (Pythia), Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and V3, gpt-oss, GLM-4\n"
+            "and 4.5, Command R (Cohere), StableLM, Phi, Falcon, Seed-OSS, OPT, BLOOM. Many models are one of these\n"
+            "under another name: if all tensor names agree, set model_type and architectures to that family's. Code\n"
+            "that ships beside a config.json (auto_map) is never executed; the model is read as its family's standard\n"
+            "module."
         ),
     ),
     CodeInfo(
@@ -92,8 +93,8 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         page=(
             "A few config fields switch a family to a form that only one or two old models use: cross-attention in\n"
             "GPT-2, a projected embedding or norms after the block in OPT (opt-350m), layers left out at random, a\n"
-            "Gemma whose tokens see later ones. Reading them as the usual form would count and cut the wrong tensors,\n"
-            "so they are refused by name."
+            "Gemma whose tokens see later ones, dropout of attention in Falcon. Reading them as the usual form would\n"
+            "count and cut the wrong tensors, so they are refused by name."
         ),
     ),
 )

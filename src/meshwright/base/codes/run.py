@@ -70,7 +70,7 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         code="E547",
         title="The auxiliary loss of this model family is not built yet",
         kind="code",
-        needs="a mixtral or qwen3_moe config, or output_router_logits = false",
+        needs="a mixtral, qwen2_moe, qwen3_moe or gpt_oss config, or output_router_logits = false",
         why="this family's routers are not known to the loss, and without the term another model would be trained",
         do='set "output_router_logits": false in config.json',
     ),

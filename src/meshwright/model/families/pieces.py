@@ -81,12 +81,14 @@ def read_decoder(
     activation: str = "silu",
     dropout: float = 0.0,
     reads_head_dim: bool = True,
+    own_head_dim: bool = True,
     renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> Decoder:
     """Return the sizes of a Llama-shaped config; the keywords are the defaults of fields left out.
 
     ``kv_heads`` None means "as many as query heads"; ``head_dim`` None means hidden // heads. An explicit
-    null always has those meanings. ``renamed``: activations that the family's configs name otherwise.
+    null always has those meanings. ``own_head_dim`` False: the family has no such field and ignores one.
+    ``renamed``: activations that the family's configs name otherwise.
     """
     hidden = fields.size("hidden_size")
     layers = fields.size("num_hidden_layers", most=limits.MOST_LAYERS)
@@ -97,7 +99,7 @@ def read_decoder(
     ffn = fields.size("intermediate_size", most=limits.MOST_VOCABULARY)
     said = fields.text(activation_key, "hidden_act", "hidden_activation", default=activation)
     vocabulary = fields.size("vocab_size", default=vocab, most=limits.MOST_VOCABULARY)
-    size = _head_dim(fields, hidden, num_heads, head_dim) if reads_head_dim else head_dim or 1
+    size = _head_dim(fields, hidden, num_heads, head_dim, own_head_dim) if reads_head_dim else head_dim or 1
     if fields.good("num_attention_heads", "num_key_value_heads") and num_heads % num_kv:
         fields.wrong(
             "num_key_value_heads",
@@ -120,8 +122,8 @@ def read_decoder(
     )
 
 
-def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None) -> int:
-    given = fields.optional_size("head_dim", default=default, most=limits.MOST_HIDDEN)
+def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None, own: bool) -> int:
+    given = fields.optional_size("head_dim", default=default, most=limits.MOST_HIDDEN) if own else None
     if given is None:
         check_heads_divide(fields, hidden, heads, "hidden_size", "num_attention_heads")
         given = hidden // heads
@@ -160,7 +162,11 @@ def matrix(
     """Yield a linear layer's weight [out, in] (``transposed``: [in, out], as GPT-2 stores it) and its bias."""
     first, second = (into, out) if transposed else (out, into)
     yield TensorSpec(
-        name=f"{name}.weight", shape=(first[1], second[1]), dims=(first[0], second[0]), role=role
+        name=f"{name}.weight",
+        shape=(first[1], second[1]),
+        dims=(first[0], second[0]),
+        role=role,
+        transposed=transposed,
     )
     if bias:
         yield TensorSpec(name=f"{name}.bias", shape=(out[1],), dims=(out[0],), role=role, is_bias=True)
@@ -292,8 +298,13 @@ def assemble(
     gated: bool = True,
     moe: MoESpec | None = None,
     extra_embedding: Iterable[TensorSpec] = (),
+    norm_bias: bool = True,
+    head_bias: bool = False,
 ) -> ModelSpec:
-    """Return the ModelSpec: embedding, blocks, final norm and head around the given blocks."""
+    """Return the ModelSpec: embedding, blocks, final norm and head around the given blocks.
+
+    ``norm_bias``: a final layer norm has a bias.
+    """
     embedding = table(paths.embedding, (VOCAB, d.vocab), d.hidden, "embedding")
     head = TensorSpec(
         name=f"{paths.head}.weight",
@@ -302,6 +313,7 @@ def assemble(
         role="head",
         tied_to=embedding.name if d.tied else None,
     )
+    bias = TensorSpec(name=f"{paths.head}.bias", shape=(d.vocab,), dims=(VOCAB,), role="head", is_bias=True)
     config: dict[str, Any] = dict(fields.config)
     return ModelSpec(
         name=fields.name,
@@ -320,8 +332,8 @@ def assemble(
         dropout=d.dropout,
         embedding=(embedding, *extra_embedding),
         blocks=tuple(blocks),
-        final=tuple(norm(paths.final_norm, d.hidden, bias=norm_kind == "layernorm")),
-        head=(head,),
+        final=tuple(norm(paths.final_norm, d.hidden, bias=norm_kind == "layernorm" and norm_bias)),
+        head=(head, bias) if head_bias else (head,),
         paths=paths,
         source=source,
         config=config,
