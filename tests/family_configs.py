@@ -89,6 +89,8 @@ NEWER: dict[str, dict[str, Any]] = {
     | {"alibi": True, "bias": True},
     "seed_oss": {"model_type": "seed_oss", **SMALL, "head_dim": 16, "attention_out_bias": True}
     | {"mlp_bias": True, "residual_dropout": 0.0, "attention_dropout": 0.0},
+    "olmo3": {"model_type": "olmo3", **SMALL, "sliding_window": 5},
+    "ernie4_5": {"model_type": "ernie4_5", **SMALL, "head_dim": 16, "use_bias": True},
 }
 """Numbers that make each peculiarity felt: caps near the scores, windows below the sequence, factors that are not 1."""
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from family_configs import LATER
 from meshwright.layout.built import CONTEXT_FAMILIES
 from meshwright.model.counts import saved_activation_bytes
 from meshwright.model.randomness import drops_probabilities
@@ -88,12 +89,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cohere2": _COMMON | {"head_dim": 16, "sliding_window": 8},
     "stablelm": _COMMON | {"qk_layernorm": True, "use_parallel_residual": True},
     "phi": _COMMON | {"partial_rotary_factor": 0.4},
+    "olmo3": _COMMON | {"sliding_window": 8},
+    "ernie4_5": _COMMON | {"head_dim": 16},
     "falcon": _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2},
     "gpt_oss": _COMMON
     | {"head_dim": 16, "num_local_experts": 4, "intermediate_size": 24, "num_experts_per_tok": 2}
     | {"sliding_window": 8},
 }
-CASES = [(kind, precision) for kind in CONFIGS for precision in ("fp32", "bf16")]
+CASES = [
+    pytest.param(kind, precision, marks=pytest.mark.slow if kind in LATER and precision == "bf16" else ())
+    for kind in CONFIGS
+    for precision in ("fp32", "bf16")
+]
 CASES += [(kind, "autocast") for kind in ("llama", "gpt2", "qwen3", "gemma3_text", "mixtral", "deepseek_v3")]
 CASES += [(kind, "autocast") for kind in ("glm4", "glm4_moe", "qwen2_moe", "cohere", "stablelm", "gpt_oss")]
 
@@ -195,7 +202,11 @@ def test_windows_dropout_and_activations(kind: str, extra: dict[str, Any]) -> No
 
 
 KINDS = {"gemma3": "gemma3_text"}
-PARTS = [(KINDS.get(f, f), {}, precision) for f in CONTEXT_FAMILIES for precision in ("fp32", "bf16")]
+PARTS = [
+    pytest.param(KINDS.get(f, f), {}, p, marks=pytest.mark.slow if f in LATER and p == "bf16" else ())
+    for f in CONTEXT_FAMILIES
+    for p in ("fp32", "bf16")
+]
 PARTS += [("llama", {}, "autocast"), ("gpt2", {}, "autocast")]
 PARTS += [
     (kind, extra, "fp32")

@@ -109,6 +109,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     ),
     ("falcon", _FALCON | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+    ("olmo3", _COMMON),
+    ("ernie4_5", _COMMON | {"head_dim": 16}),
+    ("ernie4_5", _COMMON | {"use_bias": True, "tie_word_embeddings": False}),
     ("gpt_oss", _COMMON | {"num_local_experts": 4, "head_dim": 16}),
     ("gpt_oss", _COMMON | {"num_local_experts": 4, "attention_bias": False, "sliding_window": None}),
 ]

@@ -236,7 +236,7 @@ def _masked(rank: int, world: int) -> list[str]:
         lambda: model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False),
         lambda: context_attention(attention, x, x, x, torch.ones(1, 1, 8, 8)),
         lambda: context_attention(attention, x, x, x, None, dropout=0.1),
-        lambda: context_attention(attention, x, x, x, None, s_aux=x),
+        lambda: context_attention(attention, x, x, x, None, position_bias=x),
         lambda: context_attention(attention, x, x, x, None, is_causal=False),
         lambda: context_attention(model, x, x, x, None),
     ):
@@ -251,6 +251,6 @@ def test_h75_masks_that_are_not_done_are_refused_never_dropped(pool: Any) -> Non
     for found in pool.run(_masked, 2):
         assert [f.split()[0] for f in found] == ["E262"] * 6
         for said, part in zip(
-            found, ("padding", "mask", "dropout 0.1", "s_aux", "not causal", "does not name"), strict=True
+            found, ("padding", "mask", "dropout 0.1", "position_bias", "not causal", "does not name"), strict=True
         ):
             assert part in said

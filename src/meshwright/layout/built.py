@@ -48,6 +48,8 @@ _GROUPED: Final = (
     "stablelm",
     "phi",
     "seed_oss",
+    "olmo3",
+    "ernie4_5",
 )
 """Families whose attention comes from transformers' registry, with positions given and heads that can be cut."""
 

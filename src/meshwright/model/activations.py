@@ -38,7 +38,7 @@ _INSIDE_ACTIVATION: Final = {"gelu_new": 4, "gelu_pytorch_tanh": 1, "gelu": 1, "
 _ONE_PLUS_WEIGHT: Final = ("gemma", "gemma2", "gemma3")
 """Families whose norms multiply by 1 + weight, in fp32."""
 
-_NORMED_WIDE: Final = (*_ONE_PLUS_WEIGHT, "olmo2", "gpt_oss")
+_NORMED_WIDE: Final = (*_ONE_PLUS_WEIGHT, "olmo2", "olmo3", "gpt_oss")
 """Families whose norms are multiplied by the weight in fp32."""
 
 _COMPOSED_LAYER_NORM: Final = ("cohere", "cohere2")
@@ -50,7 +50,7 @@ _FUSED_GATE: Final = ("phi3", "glm", "glm4")
 _QUERIES_JOINED: Final = ("glm", "glm4", "glm4_moe", "stablelm", "phi")
 """Families whose queries come from a concatenation, head first: the attention output is copied to token first."""
 
-_ROTATED_IN_PAIRS: Final = ("glm", "glm4")
+_ROTATED_IN_PAIRS: Final = ("glm", "glm4", "ernie4_5")
 """Families whose blocks each make tables of their own of the rotary angles."""
 
 _SCALED_SCORES: Final = ("deepseek_v3", "glm4_moe")
@@ -226,11 +226,13 @@ def _attention(
             along="column_input",
         )
     if spec.family in _ROTATED_IN_PAIRS:
-        tables = z.seq_len * 2 * _rotated(spec) * z.r
+        turned_in = max(z.r, _FP32) if spec.family == "ernie4_5" else z.r
+        tables = z.seq_len * 2 * _rotated(spec) * turned_in
         yield SavedTensor(op="rotary angles of the block", num_bytes=tables, along="column_input")
     if a.qk_norm:
         for name, heads in (("query norm", a.num_heads), ("key norm", a.num_kv_heads)):
-            count = 1 if spec.family == "olmo2" else heads  # one norm over all heads, or one of each
+            together = spec.family in ("olmo2", "olmo3")
+            count = 1 if together else heads  # one norm over all heads, or one of each
             yield from _norm(spec, z, name, heads * a.head_dim // count, z.c, count, "tp")
     if kernel in ("parts", "heads"):
         yield from _fused(spec, block, z, masks=False)
@@ -244,10 +246,11 @@ def _attention(
 
 
 def _rotated(spec: ModelSpec) -> int:
-    """Return how many numbers of a head a GLM-4 turns."""
+    """Return how many numbers of a head are turned: of a GLM-4's half."""
+    usual = 1.0 if spec.family == "ernie4_5" else 0.5
     said = spec.config.get("rope_parameters")
     within: Mapping[str, Any] = cast("Mapping[str, Any]", said) if isinstance(said, Mapping) else {}
-    factor = within.get("partial_rotary_factor", spec.config.get("partial_rotary_factor", 0.5))
+    factor = within.get("partial_rotary_factor", spec.config.get("partial_rotary_factor", usual))
     return int(spec.attention.head_dim * float(factor))
 
 

@@ -76,9 +76,9 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         page=(
             "The field model_type (or the first entry of architectures) names the family. Known families: GPT-2,\n"
             "Llama, Mistral, Qwen2 and 2.5, Qwen3, Gemma, Gemma-2, Gemma-3 (its text part), Phi-3, Granite, SmolLM3,\n"
-            "OLMo 2, StarCoder2, GPT-NeoX (Pythia), Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and V3, gpt-oss, GLM-4\n"
-            "and 4.5, Command R (Cohere), StableLM, Phi, Falcon, Seed-OSS, OPT, BLOOM. Many models are one of these\n"
-            "under another name: if all tensor names agree, set model_type and architectures to that family's. Code\n"
+            "OLMo 2 and 3, StarCoder2, GPT-NeoX (Pythia), Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and V3, gpt-oss,\n"
+            "GLM-4 and 4.5, Command R (Cohere), StableLM, Phi, Falcon, Seed-OSS, ERNIE 4.5 (dense), OPT, BLOOM. Many are\n"
+            "one of these under another name: if all tensor names agree, set model_type and architectures to it. Code\n"
             "that ships beside a config.json (auto_map) is never executed; the model is read as its family's standard\n"
             "module."
         ),

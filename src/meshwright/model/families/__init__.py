@@ -9,6 +9,7 @@ from meshwright.model.families import (
     bloom,
     cohere,
     deepseek,
+    ernie4_5,
     falcon,
     gemma,
     gemma2,
@@ -69,6 +70,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
     phi.FAMILY,
     falcon.FAMILY,
     seed_oss.FAMILY,
+    olmo2.THIRD,
+    ernie4_5.FAMILY,
 )
 
 BY_MODEL_TYPE: Final = MappingProxyType({kind: f for f in FAMILIES for kind in f.model_types})
