@@ -251,6 +251,8 @@ def test_h75_masks_that_are_not_done_are_refused_never_dropped(pool: Any) -> Non
     for found in pool.run(_masked, 2):
         assert [f.split()[0] for f in found] == ["E262"] * 6
         for said, part in zip(
-            found, ("padding", "mask", "dropout 0.1", "position_bias", "not causal", "does not name"), strict=True
+            found,
+            ("padding", "mask", "dropout 0.1", "position_bias", "not causal", "does not name"),
+            strict=True,
         ):
             assert part in said

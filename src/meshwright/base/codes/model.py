@@ -77,10 +77,10 @@ CODES: Final[tuple[CodeInfo, ...]] = (
             "The field model_type (or the first entry of architectures) names the family. Known families: GPT-2,\n"
             "Llama, Mistral, Qwen2 and 2.5, Qwen3, Gemma, Gemma-2, Gemma-3 (its text part), Phi-3, Granite, SmolLM3,\n"
             "OLMo 2 and 3, StarCoder2, GPT-NeoX (Pythia), Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and V3, gpt-oss,\n"
-            "GLM-4 and 4.5, Command R (Cohere), StableLM, Phi, Falcon, Seed-OSS, ERNIE 4.5 (dense), OPT, BLOOM. Many are\n"
-            "one of these under another name: if all tensor names agree, set model_type and architectures to it. Code\n"
-            "that ships beside a config.json (auto_map) is never executed; the model is read as its family's standard\n"
-            "module."
+            "GLM-4 and 4.5, Command R (Cohere), StableLM, Phi, Falcon, Seed-OSS, ERNIE 4.5 (dense), OPT, BLOOM. Many\n"
+            "are one of these under another name: if all tensor names agree, set model_type and architectures to that.\n"
+            "Code that ships beside a config.json (auto_map) is never executed; the model is read as its family's\n"
+            "standard module."
         ),
     ),
     CodeInfo(
