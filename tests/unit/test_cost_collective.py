@@ -1,5 +1,7 @@
 """Collectives: ring volumes, placement, a probe's own points."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,15 @@ from hypothesis import strategies as st
 from tests.unit.test_cluster_load import PROBE
 
 from meshwright.cluster.load import cluster_from_probe, read_cluster
-from meshwright.cost.collective import GroupShape, collective_times, link_share, shape_of, strided_shape
+from meshwright.cost.collective import (
+    GroupShape,
+    collective_times,
+    link_share,
+    neighbours_shape,
+    plane_shape,
+    shape_of,
+    strided_shape,
+)
 from meshwright.program.step import Collective
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -45,11 +55,24 @@ def test_groups_over_nodes_pay_the_network():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 5), st.integers(0, 6), st.sampled_from([1, 2, 4, 8, 72]))
-def test_strided_groups_have_the_shape_of_their_ranks(log_size: int, log_stride: int, node: int):
-    size, stride = 2**log_size, 2**log_stride
-    found = strided_shape(size, stride, node)
-    assert found == shape_of([i * stride for i in range(size)], node)
+@given(
+    st.sampled_from([1, 2, 3, 4, 6, 8, 12]),
+    st.sampled_from([1, 2, 3, 4, 6, 8, 16]),
+    st.sampled_from([1, 4, 6, 8]),
+)
+def test_a_groups_shape_is_that_of_the_worst_one_on_whole_nodes(size: int, stride: int, node: int):
+    # ranks 6 to 11 of tp = 6 are on two nodes of 8, although ranks 0 to 5 are on one
+    tile = size * stride
+    every = [
+        shape_of([at + start + i * stride for i in range(size)], node)
+        for at in range(0, math.lcm(tile, node), tile)
+        for start in range(stride)
+    ]
+    worst = max(every, key=lambda shape: (shape.nodes, -shape.per_node))
+    assert strided_shape(size, stride, node) == worst
+    assert neighbours_shape(size, stride, node).nodes == min(2, worst.nodes)
+    outer = plane_shape(((3, 2 * tile), (size, stride)), node)
+    assert outer.nodes >= worst.nodes
 
 
 def test_a_probe_is_read_at_its_points_and_between():

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from meshwright.cluster.load import read_cluster
-from meshwright.cost.collective import shape_of, strided_shape
+from meshwright.cost.collective import link_share, shape_of, strided_shape
 from meshwright.cost.fast import columns
 from meshwright.cost.pieces import make_pricer
+from meshwright.cost.pipeline import message_seconds
 from meshwright.cost.rows import rows_of
 from meshwright.cost.slots import make_slot
 from meshwright.cost.sweep import sweep
@@ -119,3 +120,25 @@ def test_a_recomputed_block_leaves_out_what_only_its_end_needs(sp: str):
     # of two gathers and two scatters (or two sums) forward, the last is not repeated
     extra = again.tensor / plain.tensor - 1.0
     assert extra == pytest.approx(0.25, abs=1e-6) if sp == "off" else 0.25 < extra < 0.5
+
+
+def test_a_pipeline_pays_for_its_hops_between_nodes_although_its_first_is_inside_one():
+    slow = read_cluster("a100-80gb-x8", 32)
+    assert slow.inter is not None
+    slow = replace(slow, inter=replace(slow.inter, rate=replace(slow.inter.rate, value=1e6)))
+    pricer = make_pricer(read_model("llama-2-7b"), slow, 4096, "bf16")
+    # four and two stages on a node; eight stages on one
+    for text, away in (("pp=16,tp=2", 2 / 8), ("pp=8,tp=4", 4 / 8), ("pp=8,dp=4,order=tp/cp/pp/dp", 0.0)):
+        message = 4096 * 4096 * 4 / 1e6  # the residual stream is fp32 under autocast
+        found = message_seconds(pricer, made(text))
+        assert found == pytest.approx(away * message / link_share(2), rel=0.01, abs=0.05), text
+
+
+def test_a_group_over_the_end_of_a_node_pays_the_network():
+    # six ranks a group on nodes of eight: the first group is inside a node, the second is not
+    cluster = read_cluster("a100-80gb-x8", 24)
+    spec = read_model("llama-2-7b")
+    pricer = make_pricer(spec, cluster, 4096, "bf16")
+    odd, even = (replace(made(text), precision="bf16") for text in ("cp=6,dp=4", "cp=4,dp=6"))
+    cols = columns(pricer, [odd, even], [derive_batch(x, 48, 4096) for x in (odd, even)])
+    assert cols.context.max(axis=1)[0] > 3.0 * cols.context.max(axis=1)[1] > 0.0

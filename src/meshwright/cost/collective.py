@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -18,6 +19,7 @@ from meshwright.cluster.spec import ClusterSpec, LinkSpec
 from meshwright.cost.shipped import factors
 
 Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
 
 CALL_BYTES: Final = 20e6
 """Payload at which a collective has half of what it takes beside its bytes (8 devices of A100, H100 and B200 nodes)."""
@@ -25,6 +27,8 @@ CALL_BYTES: Final = 20e6
 
 NODE: Final = 8
 """Devices of the nodes on which what a collective takes beside its bytes was measured."""
+MOST_STARTS: Final = 128
+"""Places on a node at which groups start that are looked at."""
 
 
 def link_share(nodes: int) -> float:
@@ -60,7 +64,7 @@ MEASURED_KIND: Final[Mapping[str, str]] = {"send": "send_recv", "recv": "send_re
 
 @dataclass(frozen=True)
 class GroupShape:
-    """Where a group's members sit: ``size`` ranks on ``nodes`` nodes, at most ``per_node`` on one."""
+    """Where a group's members sit: ``size`` ranks on ``nodes`` nodes, the fewest on one being ``per_node``."""
 
     size: int
     nodes: int
@@ -72,26 +76,52 @@ def shape_of(ranks: Sequence[int], gpus_per_node: int) -> GroupShape:
     counts: dict[int, int] = {}
     for rank in ranks:
         counts[rank // gpus_per_node] = counts.get(rank // gpus_per_node, 0) + 1
-    return GroupShape(len(ranks), len(counts), max(counts.values()))
+    return GroupShape(len(ranks), len(counts), min(counts.values()))
 
 
+@cache
 def strided_shape(size: int, stride: int, gpus_per_node: int) -> GroupShape:
-    """Return the shape of a group of ``size`` ranks that are ``stride`` apart, the first being rank 0."""
-    if size == 1 or stride * (size - 1) < gpus_per_node:
+    """Return the shape of the worst of the groups of ``size`` ranks that are ``stride`` apart: it paces a step.
+
+    Such groups fill the nodes one beside another. Where a node is no multiple of what they fill, some reach over its end.
+    """
+    if size == 1 or gpus_per_node % (size * stride) == 0:
         return GroupShape(size, 1, size)
-    per_node = max(1, math.ceil(gpus_per_node / stride))
-    nodes = size if stride >= gpus_per_node else stride * (size - 1) // gpus_per_node + 1
-    return GroupShape(size, nodes, min(size, per_node))
+    return _worst(np.arange(size) * stride, range(stride), size * stride, gpus_per_node)
 
 
-def plane_shape(axes: Sequence[tuple[int, int]], gpus_per_node: int) -> GroupShape:
-    """Return the shape of rank 0's group over several (degree, stride) axes."""
-    (outer, far), (inner, near) = axes
+def neighbours_shape(size: int, stride: int, gpus_per_node: int) -> GroupShape:
+    """Return the shape of two ranks of such a group that are as far apart as neighbours, or its ends, come to be."""
+    nodes = min(2, strided_shape(size, stride, gpus_per_node).nodes)
+    return GroupShape(2, nodes, 2 // nodes)
+
+
+def _worst(ranks: Ints, first: Sequence[int], every: int, gpus_per_node: int) -> GroupShape:
+    """Return the shape on most nodes, then with the fewest ranks on one, of groups like ``ranks``.
+
+    They start at the ranks ``first``, and again ``every`` so many. Of many places on a node only the last are looked at,
+    whose groups reach furthest over its end.
+    """
+    apart = math.gcd(every, gpus_per_node)
+    offsets = {start % apart for start in first}
+    starts = [at for at in range(gpus_per_node) if at % apart in offsets]
+    worst = (0, 0)
+    for start in starts[-MOST_STARTS:]:
+        counts = np.bincount((ranks + start) // gpus_per_node)
+        counts = counts[counts > 0]
+        worst = max(worst, (len(counts), -int(counts.min())))
+    return GroupShape(len(ranks), worst[0], -worst[1])
+
+
+@cache
+def plane_shape(axes: tuple[tuple[int, int], ...], gpus_per_node: int) -> GroupShape:
+    """Return the shape of the worst of the groups over two (degree, stride) axes."""
+    (inner, near), (outer, far) = sorted(axes, key=lambda axis: axis[1])
     if inner == 1 or outer == 1 or far == near * inner:
         return strided_shape(outer * inner, near if inner > 1 else far, gpus_per_node)
-    ranks = np.arange(outer)[:, None] * far + np.arange(inner)[None, :] * near
-    counts = np.bincount((ranks // gpus_per_node).reshape(-1))
-    return GroupShape(outer * inner, int((counts > 0).sum()), int(counts.max()))
+    ranks = (np.arange(outer)[:, None] * far + np.arange(inner)[None, :] * near).reshape(-1)
+    first = [at for at in range(far) if at % (near * inner) < near]
+    return _worst(ranks, first, far * outer, gpus_per_node)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cluster.spec import ClusterSpec
-from meshwright.cost.collective import Floats, strided_shape
-from meshwright.cost.units import group_shapes
+from meshwright.cost.collective import Floats, GroupShape, neighbours_shape
 from meshwright.cost.work import Facts, work_key
 from meshwright.layout.context import local_length
 from meshwright.layout.layout import Layout
@@ -32,13 +31,21 @@ PLAYED_STAGES: Final = 16
 
 
 def message_seconds(facts: Facts, layout: Layout) -> float:
-    """Return the seconds of one message between neighbouring stages: a micro-batch's residual stream on one rank."""
+    """Return the seconds of one message between neighbouring stages: a micro-batch's residual stream on one rank.
+
+    Where some neighbours share a node and others do not it is the mean over the stages of one node.
+    """
     if layout.pp < 2:
         return 0.0
-    hop = group_shapes(layout, facts.cluster.gpus_per_node)[2]
     wire = 4 if work_key(layout).autocast else facts.compute_bytes
     num_bytes = layout.micro_batch * local_length(layout, facts.seq_len) * facts.spec.hidden_size * wire
-    return float(facts.times.seconds("send", float(num_bytes), hop))
+    node, step = facts.cluster.gpus_per_node, strides(layout)["pp"]
+    inside = float(facts.times.seconds("send", float(num_bytes), GroupShape(2, 1, 2)))
+    if neighbours_shape(layout.pp, step, node).nodes == 1:
+        return inside
+    outside = float(facts.times.seconds("send", float(num_bytes), GroupShape(2, 2, 1)))
+    away = min(1.0, max(step / node, 1.0 / (layout.pp - 1)))
+    return (1.0 - away) * inside + away * outside
 
 
 def tied_seconds(facts: Facts, layout: Layout) -> float:
@@ -46,7 +53,7 @@ def tied_seconds(facts: Facts, layout: Layout) -> float:
     if layout.pp < 2 or layout.schedule in V_SHAPED:
         return 0.0
     table = facts.spec.vocab_size * facts.spec.hidden_size / layout.tp / max(1, layout.dp_shard)
-    shape = strided_shape(2, strides(layout)["pp"] * (layout.pp - 1), facts.cluster.gpus_per_node)
+    shape = neighbours_shape(layout.pp, strides(layout)["pp"], facts.cluster.gpus_per_node)
     return float(facts.times.seconds("all_reduce", table * facts.state_bytes, shape))
 
 

@@ -9,7 +9,13 @@ from math import ceil, prod
 
 import numpy as np
 
-from meshwright.cost.collective import GroupShape, plane_shape, shape_of, strided_shape
+from meshwright.cost.collective import (
+    GroupShape,
+    neighbours_shape,
+    plane_shape,
+    shape_of,
+    strided_shape,
+)
 from meshwright.cost.work import Facts, sharding_stage
 from meshwright.layout.layout import Layout
 from meshwright.layout.ranks import expert_degrees, strides
@@ -142,18 +148,18 @@ def stage_units(facts: Facts, stages: int, tp: int, ep: int, shards: int) -> Sta
 
 
 def group_shapes(layout: Layout, gpus_per_node: int) -> tuple[GroupShape, GroupShape, GroupShape]:
-    """Return the shapes of the group that shards (or, in stage 0, reduces), of the replicas, and of a hop."""
+    """Return the shapes of the group that shards (or, in stage 0, reduces), of the replicas, and of a pipeline's hops."""
     step = strides(layout)
     stage = sharding_stage(layout)
     node = gpus_per_node
     if not stage:
         shards = plane_shape(((layout.dp, step["dp_shard"]), (layout.cp, step["cp"])), node)
-        return shards, GroupShape(1, 1, 1), strided_shape(2, step["pp"], node)
+        return shards, GroupShape(1, 1, 1), neighbours_shape(layout.pp, step["pp"], node)
     shards = plane_shape(((layout.dp_shard, step["dp_shard"]), (layout.cp, step["cp"])), node)
     return (
         shards,
         strided_shape(layout.dp_replicate, step["dp_replicate"], node),
-        strided_shape(2, step["pp"], node),
+        neighbours_shape(layout.pp, step["pp"], node),
     )
 
 
