@@ -105,12 +105,13 @@ def problem_of(call: Any) -> Any:
 
 def test_gpus_fill_nodes_or_a_part_of_one():
     assert read_cluster("h100-x8", 32).num_nodes == 4
-    part = read_cluster("h100-x8", 2)
-    assert (part.gpus_per_node, part.num_nodes) == (2, 1)
+    for gpus in (2, 3, 7):
+        part = read_cluster("h100-x8", gpus)
+        assert (part.gpus_per_node, part.num_nodes) == (gpus, 1)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "near"), [(0, "1"), (-8, "1"), (10**9, "1,000,000"), (12, "8 and 16"), (3, "2 and 4")]
+    ("gpus", "near"), [(0, "1"), (-8, "1"), (10**9, "1,000,000"), (12, "8 and 16"), (9, "8 and 16")]
 )
 def test_impossible_sizes_name_the_nearest(gpus: int, near: str):
     found = problem_of(lambda: read_cluster("h100-x8", gpus))

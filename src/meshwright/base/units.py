@@ -15,6 +15,8 @@ KB = 10**3
 MB = 10**6
 GB = 10**9
 TB = 10**12
+DAY_S = 86_400
+YEAR_S = 365 * DAY_S
 
 _SUFFIXES: dict[str, int] = {
     "b": 1,
@@ -53,7 +55,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return ``seconds`` in the unit that reads best (us, ms, s, min, h)."""
+    """Return ``seconds`` in the unit that reads best (us, ms, s, min, h, days, years)."""
     value = abs(seconds)
     sign = "-" if seconds < 0 else ""
     if value < 1e-3:
@@ -63,8 +65,12 @@ def format_seconds(seconds: float) -> str:
     if value < 120.0:
         return f"{sign}{value:.2f} s"
     if value < 7200.0:
-        return f"{sign}{value / 60:.1f} min"
-    return f"{sign}{value / 3600:.1f} h"
+        return f"{sign}{value / 60:.2f} min"
+    if value < 2 * DAY_S:
+        return f"{sign}{value / 3600:.2f} h"
+    if value < 2 * YEAR_S:
+        return f"{sign}{value / DAY_S:.1f} days"
+    return f"{sign}{value / YEAR_S:,.0f} years"
 
 
 def format_count(count: float) -> str:

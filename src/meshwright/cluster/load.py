@@ -98,10 +98,10 @@ def read_cluster(target: str, num_gpus: int | None = None) -> ClusterSpec:
 
 
 def with_gpus(cluster: ClusterSpec, num_gpus: int) -> ClusterSpec:
-    """Return the cluster with ``num_gpus`` devices: whole nodes, or an equal part of one.
+    """Return the cluster with ``num_gpus`` devices: whole nodes, or a part of one.
 
     Raises:
-        MeshwrightError: E402 when they do not fill equal nodes, E406 when the network between is unknown.
+        MeshwrightError: E402 when they do not fill whole nodes, E406 when the network between is unknown.
     """
     node = cluster.gpus_per_node
     if num_gpus < 1 or num_gpus > MAX_GPUS:
@@ -115,13 +115,8 @@ def with_gpus(cluster: ClusterSpec, num_gpus: int) -> ClusterSpec:
                 do=f"the nearest is {1 if low else MAX_GPUS // node * node:,}; one node has {node}",
             )
         )
-    whole = num_gpus % node == 0
-    if not whole and (num_gpus > node or node % num_gpus):
-        if num_gpus > node:
-            options = [num_gpus // node * node, (num_gpus // node + 1) * node]
-        else:
-            divisors = [d for d in range(1, node + 1) if node % d == 0]
-            options = [max(d for d in divisors if d < num_gpus), min(d for d in divisors if d > num_gpus)]
+    if num_gpus > node and num_gpus % node:
+        options = [num_gpus // node * node, (num_gpus // node + 1) * node]
         raise MeshwrightError(
             problem(
                 "E402",

@@ -63,15 +63,15 @@ def apart_sentence(predictions: Sequence[Prediction]) -> str:
     first, last = predictions[0].step_time_s, predictions[count - 1].step_time_s
     band = f"{format_seconds(predictions[0].step_time_low_s)} to {format_seconds(predictions[0].step_time_high_s)}"
     return (
-        f"The first {count} plans cannot be told apart: they are {100 * (last / first - 1):.1f} % apart, the 80 % band "
+        f"The first {count} plans cannot be told apart: they are {100 * abs(last / first - 1):.1f} % apart, the 80 % band "
         f"of the first is {band}, and a repeat differs by {100 * REPEAT_NOISE:.1f} %. Run them for a few steps."
     )
 
 
 def because(prediction: Prediction, than: Prediction) -> str:
     """Return the terms that make ``prediction`` slower (or faster) than another, in words."""
-    parts = [
-        f"{name} {'+' if d > 0 else '-'}{format_seconds(abs(d))}"
-        for name, d in list(differences(prediction, than).items())[:TOLD]
-    ]
+    terms = list(differences(prediction, than).items())
+    rest = sum(d for _, d in terms[TOLD:])
+    told = [*terms[:TOLD], *([("the rest", rest)] if rest else [])]
+    parts = [f"{name} {'+' if d > 0 else '-'}{format_seconds(abs(d))}" for name, d in told]
     return ", ".join(parts) or "no term differs"

@@ -10,13 +10,16 @@ from meshwright.base.errors import MeshwrightError
 from meshwright.base.records import Prediction
 from meshwright.base.units import format_bytes, format_seconds
 from meshwright.cluster.load import with_gpus
-from meshwright.cost.fast import Columns, columns
+from meshwright.cost.fast import columns
 from meshwright.cost.pieces import Pricer, make_pricer
-from meshwright.cost.predict import OOM_GATE, oom_probability
+from meshwright.cost.predict import OOM_GATE, oom_probability, predict_with
+from meshwright.cost.replay import part_of
 from meshwright.layout.batch import Batch, derive_batch
 from meshwright.layout.check import check
 from meshwright.layout.check_offload import offload_built
+from meshwright.layout.cut import resolve_cut
 from meshwright.layout.layout import Layout
+from meshwright.schedule.generate import GENERATORS, generate
 
 NOTEWORTHY: Final = 0.01
 """A faster layout that does not fit is worth a word from this gain on."""
@@ -31,6 +34,15 @@ class Neighbours:
     faster_does_not_fit: bool
 
 
+@dataclass(frozen=True)
+class Priced:
+    """Seconds of a step, bytes at its peak, share of its time in which ranks wait."""
+
+    step: float
+    peak: float
+    bubble: float
+
+
 def neighbours(
     pricer: Pricer, layout: Layout, batch: Batch, prediction: Prediction, others: Sequence[Layout] = ()
 ) -> Neighbours:
@@ -41,7 +53,7 @@ def neighbours(
         layout: the layout.
         batch: its batch arithmetic.
         prediction: what it costs.
-        others: the best layouts of other pipeline degrees, of which the fastest is named.
+        others: the best layouts of other pipeline degrees, fastest first, of which the first is named.
     """
     step, capacity = prediction.step_time_s, pricer.cluster.device.memory.value
     sentences: list[str] = []
@@ -50,19 +62,17 @@ def neighbours(
         priced = _price(pricer, changed, batch)
         if priced is None:
             continue
-        fits_too = oom_probability(float(priced.peak[0]), capacity) <= OOM_GATE
-        blocked |= not fits_too and float(priced.step[0]) < step * (1.0 - NOTEWORTHY)
+        fits_too = oom_probability(priced.peak, capacity) <= OOM_GATE
+        blocked |= not fits_too and priced.step < step * (1.0 - NOTEWORTHY)
         sentences.append(_compare(name, priced, step, capacity))
-    best: tuple[float, Columns] | None = None
     for other in others:
         priced = _price(pricer, other, batch)
-        if priced is not None and (best is None or float(priced.step[0]) < best[0]):
-            best = (float(priced.step[0]), priced)
-    if best is not None:
-        other = best[1].layouts[0]
-        bubble = f", bubble {100 * float(best[1].bubble[0]):.0f} %" if other.pp > 1 else ""
+        if priced is None:
+            continue
+        bubble = f", bubble {100 * priced.bubble:.0f} %" if other.pp > 1 else ""
         text = f"the best with pp={other.pp} ({replace(other, cut='auto').text()})"
-        sentences.append(_compare(text, best[1], step, capacity, bubble))
+        sentences.append(_compare(text, priced, step, capacity, bubble))
+        break
     return Neighbours(tuple(sentences), blocked)
 
 
@@ -83,11 +93,11 @@ def beside(layout: Layout) -> list[tuple[str, Layout]]:
     return out
 
 
-def _compare(what: str, priced: Columns, step: float, capacity: float, extra: str = "") -> str:
-    seconds = float(priced.step[0])
+def _compare(what: str, priced: Priced, step: float, capacity: float, extra: str = "") -> str:
+    seconds = priced.step
     change = 100.0 * (seconds / step - 1.0)
     word = "slower" if change >= 0 else "faster"
-    peak = float(priced.peak[0])
+    peak = priced.peak
     chance = oom_probability(peak, capacity)
     room = (
         "fits"
@@ -106,19 +116,19 @@ def change_that_fits(pricer: Pricer, layout: Layout, batch: Batch) -> str:
     """Return the cheapest change after which a layout fits: one policy, then more devices, then more memory."""
     capacity = pricer.cluster.device.memory.value
     plain = replace(layout, cut="auto")
-    here = columns(pricer, [plain], [batch])
-    peak, step = float(here.peak[0]), float(here.step[0])
+    here = _played(pricer, plain, batch)
+    peak, step = here.peak, here.step
     short = format_bytes(peak - capacity) if peak > capacity else "the safety margin"
     best: tuple[float, str] | None = None
     for name, changed in _changes(plain, batch):
         if changed.offload != plain.offload and offload_built(changed):
             continue
         priced = _price(pricer, changed, batch)
-        if priced is None or oom_probability(float(priced.peak[0]), capacity) > OOM_GATE:
+        if priced is None or oom_probability(priced.peak, capacity) > OOM_GATE:
             continue
-        slower = float(priced.step[0]) / step - 1.0
+        slower = priced.step / step - 1.0
         word = "slower" if slower >= 0 else "faster"
-        text = f"{name} would make it fit: peak {format_bytes(float(priced.peak[0]))}, {abs(100 * slower):.0f} % {word}"
+        text = f"{name} would make it fit: peak {format_bytes(priced.peak)}, {abs(100 * slower):.0f} % {word}"
         if best is None or slower < best[0]:
             best = (slower, text)
     if best is not None:
@@ -156,7 +166,7 @@ def _changes(layout: Layout, batch: Batch) -> list[tuple[str, Layout]]:
     return out
 
 
-def _price(pricer: Pricer, layout: Layout, batch: Batch) -> Columns | None:
+def _price(pricer: Pricer, layout: Layout, batch: Batch) -> Priced | None:
     try:
         changed = derive_batch(layout, batch.global_batch, batch.seq_len)
     except MeshwrightError:
@@ -164,7 +174,18 @@ def _price(pricer: Pricer, layout: Layout, batch: Batch) -> Columns | None:
     problems = check(pricer.spec, layout, changed, pricer.cluster, for_run=False)
     if any(p.severity == "error" for p in problems):
         return None
-    return columns(pricer, [layout], [changed])
+    return _played(pricer, layout, changed)
+
+
+def _played(pricer: Pricer, layout: Layout, batch: Batch) -> Priced:
+    """Return what a layout costs, its schedule played as for a prediction."""
+    if layout.pp == 1 or layout.schedule not in GENERATORS:
+        found = columns(pricer, [layout], [batch])
+        return Priced(float(found.step[0]), float(found.peak[0]), float(found.bubble[0]))
+    fixed = layout.with_cut(resolve_cut(pricer.spec, layout, batch.seq_len))
+    part = part_of(layout.schedule, layout.pp, layout.chunks, batch.accumulation)
+    made = predict_with(pricer, fixed, batch, generate(layout.schedule, layout.pp, part, layout.chunks))
+    return Priced(made.step_time_s, float(made.peak_memory_bytes), made.bubble_share_of_total)
 
 
 def _more_devices(pricer: Pricer, layout: Layout, batch: Batch) -> str:
@@ -182,10 +203,10 @@ def _more_devices(pricer: Pricer, layout: Layout, batch: Batch) -> str:
             priced = _price(wider, grown, batch)
             if priced is None:
                 continue
-            peak = float(priced.peak[0])
+            peak = priced.peak
             if oom_probability(peak, cluster.device.memory.value) <= OOM_GATE:
                 return (
                     f"{larger.num_gpus} GPUs ({larger.num_nodes} nodes) with {grown.text()} would make it fit: "
-                    f"peak {format_bytes(peak)}, {format_seconds(float(priced.step[0]))} per step."
+                    f"peak {format_bytes(peak)}, {format_seconds(priced.step)} per step."
                 )
     return ""

@@ -362,7 +362,8 @@ class _Context:
 
     def plan(self, c: Candidate, prediction: Prediction, *, beside: bool = True, first: bool = True) -> Plan:
         layout, batch = self.layout(c)
-        others = [self.layout(o) for pp, o in self.found.of_pp.items() if pp != layout.pp]
+        rivals = sorted(self.found.of_pp.values(), key=lambda o: o.seconds)
+        others = [self.layout(o) for o in rivals if o.slot.pp != layout.pp]
         said = Neighbours((), faster_does_not_fit=False)
         if beside and (first or layout.num_stages * batch.accumulation < LONG_STEP):
             pricer = self.tables[layout.precision].pricer

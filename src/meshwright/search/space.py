@@ -395,8 +395,8 @@ def _inner_codes(
         if legal.shard_allowed(zero, like.schedule, like.pp):
             pairs += [(zero, s) for s in sizes]
     apart = (
-        like.pp > 1 and room > 1 and space.num_gpus > space.gpus_per_node
-    )  # on one node every order is alike
+        like.pp > 1 and like.dp > 1 and space.num_gpus > space.gpus_per_node
+    )  # on one node, and without replicas, every order is alike
     orders = range(len(values["order"])) if apart else range(1)
     every = [
         (z, s, o, f)

@@ -26,10 +26,10 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         title="The number of GPUs cannot be",
         kind="input",
         why="ranks fill whole nodes, or a part of one",
-        needs="a divisor of one node, or a multiple of it, of at most 1,000,000 GPUs",
+        needs="as many as one node has or fewer, or a multiple of them, at most 1,000,000 GPUs",
         page=(
             "A cluster's name stands for one node. --gpus N takes N / gpus_per_node nodes.\n"
-            "N below one node takes a part of it, and must divide it, so that nodes stay equal.\n"
+            "N below one node takes a part of it. More than one node must be whole nodes: they are priced as equal.\n"
             "More than one node needs a figure for the network between nodes (E406)."
         ),
     ),
