@@ -234,3 +234,60 @@ def test_a_probe_of_parts_in_their_place_is_read_and_a_newer_one_refused():
     problem = problem_of(lambda: cluster_from_probe(PLACED | {"format": 3}))
     assert problem.code == "E404"
     assert "format 3 is newer than 2" in problem.found
+
+
+def hand_made(**changed: Any) -> dict[str, Any]:
+    return {"name": "home", "device": "L40S-48GB", "gpus_per_node": 4, "num_nodes": 7, "source": "a shelf"} | {
+        "intra": "PCIe 4",
+        "inter": "2 x 100GbE",
+    } | changed  # fmt: skip
+
+
+def test_a_link_may_be_named_and_adapters_are_shared_by_a_node():
+    cluster = cluster_from_dict(hand_made())
+    assert cluster.inter is not None
+    assert (cluster.intra.rate.value, cluster.inter.rate.value) == (32e9, 2 * 12.5e9 / 4)
+    assert (cluster.inter.name, cluster.inter.latency.kind) == ("2 x 100 GbE", "assumed")
+    assert "7" not in cluster.inter.rate.source
+    for text, rate in (("nvlink-4", 450e9), ("PCIe5", 64e9)):
+        assert cluster_from_dict(hand_made(intra=text)).intra.rate.value == rate
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "near"),
+    [("inter", "100 GBit", "100 GbE"), ("intra", "NVLink 6", "NVLink 5"), ("inter", "0 x EFA", "EFA")],
+)
+def test_an_unknown_link_gets_the_nearest(key: str, text: str, near: str):
+    found = problem_of(lambda: cluster_from_dict(hand_made(**{key: text})))
+    assert found.code == "E404"
+    assert near in found.do
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "do"),
+    [
+        ("device", "memory", 48, '"48GB"'),
+        ("device", "memory_rate_bytes_per_s", 864, "864e9"),
+        ("intra", "rate_bytes_per_s", 32.0, "32.0e9"),
+        ("inter", "latency_s", 30, "30e-6"),
+    ],
+)
+def test_figures_in_another_unit_are_said(part: str, key: str, value: float, do: str):
+    made: dict[str, Any] = hand_made(
+        device={
+            "name": "X",
+            "memory": "48GB",
+            "peak_flops": {"bf16": 3e14},
+            "memory_rate_bytes_per_s": 864e9,
+        },
+        intra={"rate_bytes_per_s": 32e9},
+        inter={"rate_bytes_per_s": 12.5e9},
+    )
+    assert cluster_from_dict(made).num_gpus == 28
+    made[part][key] = value
+    found = problem_of(lambda: cluster_from_dict(made))
+    assert found.code == "E404"
+    assert do in found.do
+    made[part][key] = {"memory": "48GB"}.get(key, 864e9 if key != "latency_s" else 3e-5)
+    made["device"]["peak_flops"] = {"bf16": 362}
+    assert "362e12" in problem_of(lambda: cluster_from_dict(made)).do

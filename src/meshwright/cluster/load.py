@@ -11,7 +11,8 @@ By hand (strict keys; an unknown one is refused with the nearest name)::
      "inter": {"name": "IB", "rate_bytes_per_s": 2.5e10, "latency_s": 1e-5},
      "price_per_device_hour": 2.0, "notes": ""}
 
-``device`` may be the name of a device of the catalogue; rates are per direction and device; ``memory`` is a
+``device`` may be the name of a device of the catalogue, ``intra`` and ``inter`` the name of a link ("NVLink 4",
+"PCIe 4", "100 GbE", "8 x IB NDR": that many adapters on a node); rates are per direction and device; ``memory`` is a
 size with its unit ("80GB" is 80 * 10^9, "80GiB" is 80 * 2^30) or bytes. The rates to host memory and to a local disk
 (one device's share) may be left out.
 """
@@ -27,6 +28,7 @@ from typing import Any, Final, cast
 from meshwright.base.errors import MeshwrightError, Problem, nearest, problem, refuse
 from meshwright.base.units import format_bytes, parse_bytes
 from meshwright.cluster import catalogue
+from meshwright.cluster.links import link_named, nearest_links
 from meshwright.cluster.spec import ClusterSpec, CollectiveFit, DeviceSpec, Figure, LinkSpec
 
 SMALLEST: Final = 1e-15
@@ -132,7 +134,8 @@ def with_gpus(cluster: ClusterSpec, num_gpus: int) -> ClusterSpec:
                 "E406",
                 where=f"cluster {cluster.name}",
                 found=f"{num_gpus} GPUs are {nodes} nodes, and no rate between nodes is known",
-                do=f"use at most {node} GPUs, or write a cluster file with `inter`",
+                do=f'use at most {node} GPUs, or write a cluster file with {{"device": "{cluster.device.name}", '
+                f'"gpus_per_node": {node}, "num_nodes": {nodes}, "intra": ..., "inter": "100 GbE"}}',
             )
         )
     return replace(cluster, gpus_per_node=min(node, num_gpus), num_nodes=nodes)
@@ -157,6 +160,24 @@ def _read_file(path: Path) -> ClusterSpec:
     if "links" in found or "matmul" in found:
         return cluster_from_probe(found, name=path.stem)
     return cluster_from_dict(found, source=path.name)
+
+
+_LEAST: Final = {"bytes": 2.0**20, "FLOP/s": 1e8, "bytes/s": 1e5}
+_MOST: Final = {"s": 10.0}
+"""Figures beyond these are in another unit: no device has 80 bytes, no hop takes 30 s."""
+
+
+def _implausible(value: float, unit: str) -> str:
+    """Return what a figure would be, where no device or link has it; "" for one that can be."""
+    return f"{value:g} {unit}" if value < _LEAST.get(unit, 0.0) or value > _MOST.get(unit, LARGEST) else ""
+
+
+def _in_units(value: object, unit: str) -> str:
+    return {
+        "bytes": f'write the unit, such as "{value}GB"',
+        "FLOP/s": f"{value}e12 if TFLOP/s are meant",
+        "bytes/s": f"{value}e9 if GB/s are meant",
+    }.get(unit, f"{value}e-6 if microseconds are meant")
 
 
 class _Reader:
@@ -187,6 +208,7 @@ class _Reader:
         prefix: str,
         default: float | None = None,
         allow: Callable[[float], bool] = lambda v: v > 0,
+        unit: str = "",
     ) -> float:
         value = data.get(key, default)
         good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < LARGEST
@@ -195,6 +217,11 @@ class _Reader:
             return 1.0
         if not allow(float(value)):
             self.bad(prefix + key, f"{value!r}", "a positive number")
+            return 1.0
+        if unit and key in data and (wrong := _implausible(float(value), unit)):
+            self.bad(
+                prefix + key, f"{value!r}, which is {wrong}", f"a number of {unit}", _in_units(value, unit)
+            )
             return 1.0
         return float(value)
 
@@ -228,7 +255,9 @@ def _read_rates(reader: _Reader, data: Mapping[str, Any], key: str, source: str)
     rates = cast("dict[str, Any]", raw)
     reader.known(rates, _PRECISIONS, f"device.{key}.")
     return {
-        p: Figure(value=reader.number(rates, p, f"device.{key}."), unit="FLOP/s", source=source)
+        p: Figure(
+            value=reader.number(rates, p, f"device.{key}.", unit="FLOP/s"), unit="FLOP/s", source=source
+        )
         for p in rates
         if p in _PRECISIONS
     }
@@ -257,7 +286,7 @@ def _read_device(reader: _Reader, data: Mapping[str, Any], source: str) -> Devic
         except ValueError as error:
             reader.bad("device.memory", str(error), "a size such as 80GB, 80GiB, or bytes")
     else:
-        num_bytes = reader.number(raw, "memory", "device.")
+        num_bytes = reader.number(raw, "memory", "device.", unit="bytes")
     peaks = _read_rates(reader, raw, "peak_flops", source)
     matmul = _read_rates(reader, raw, "matmul_flops", source)
     for precision, peak in peaks.items():
@@ -274,14 +303,16 @@ def _read_device(reader: _Reader, data: Mapping[str, Any], source: str) -> Devic
     if not isinstance(is_cpu, bool):
         reader.bad("device.is_cpu", f"{is_cpu!r}", "true or false")
         is_cpu = False
-    launch = reader.number(raw, "launch_s", "device.", catalogue.LAUNCH_S, allow=lambda v: v >= 0)
+    launch = reader.number(raw, "launch_s", "device.", catalogue.LAUNCH_S, allow=lambda v: v >= 0, unit="s")
     return DeviceSpec(
         name=reader.word(raw, "name", "device."),
         memory=Figure(value=num_bytes, unit="bytes", source=source),
         peak_flops=peaks,
         matmul_flops=matmul,
         memory_rate=Figure(
-            value=reader.number(raw, "memory_rate_bytes_per_s", "device."), unit="bytes/s", source=source
+            value=reader.number(raw, "memory_rate_bytes_per_s", "device.", unit="bytes/s"),
+            unit="bytes/s",
+            source=source,
         ),
         launch_s=Figure(value=launch, unit="s", source=source),
         is_cpu=is_cpu,
@@ -295,7 +326,9 @@ def _away_rates(reader: _Reader, raw: Mapping[str, Any], source: str) -> dict[st
     names = ("host_rate", "disk_read", "disk_write")
     return {
         name: Figure(
-            value=reader.number(raw, f"{name}_bytes_per_s", "device."), unit="bytes/s", source=source
+            value=reader.number(raw, f"{name}_bytes_per_s", "device.", unit="bytes/s"),
+            unit="bytes/s",
+            source=source,
         )
         for name in names
         if f"{name}_bytes_per_s" in raw
@@ -303,7 +336,16 @@ def _away_rates(reader: _Reader, raw: Mapping[str, Any], source: str) -> dict[st
 
 
 def _read_link(reader: _Reader, data: Mapping[str, Any], key: str, hop_s: float, source: str) -> LinkSpec:
-    raw = reader.part(data, key)
+    if isinstance(data.get(key), str):
+        text, node = str(data[key]), data.get("gpus_per_node")
+        link = link_named(text, node if isinstance(node, int) and node > 0 else 1)
+        if link is not None:
+            return link
+        do = f"did you mean {', '.join(nearest_links(text))}?"
+        reader.bad(
+            key, f"no link is called {text!r}", "a link of `meshwright explain E404`, or an object", do
+        )
+    raw = {} if isinstance(data.get(key), str) else reader.part(data, key)
     reader.known(raw, _LINK, f"{key}.")
     if not raw:
         return LinkSpec(
@@ -312,10 +354,14 @@ def _read_link(reader: _Reader, data: Mapping[str, Any], key: str, hop_s: float,
             latency=Figure(value=0.0, unit="s", source=source),
         )
     given = "latency_s" in raw
-    latency = reader.number(raw, "latency_s", f"{key}.", hop_s, allow=lambda v: v >= 0)
+    latency = reader.number(raw, "latency_s", f"{key}.", hop_s, allow=lambda v: v >= 0, unit="s")
     return LinkSpec(
         name=reader.word(raw, "name", f"{key}.", key),
-        rate=Figure(value=reader.number(raw, "rate_bytes_per_s", f"{key}."), unit="bytes/s", source=source),
+        rate=Figure(
+            value=reader.number(raw, "rate_bytes_per_s", f"{key}.", unit="bytes/s"),
+            unit="bytes/s",
+            source=source,
+        ),
         latency=Figure(
             value=latency,
             unit="s",

@@ -63,8 +63,8 @@ def apart_sentence(predictions: Sequence[Prediction]) -> str:
     first, last = predictions[0].step_time_s, predictions[count - 1].step_time_s
     band = f"{format_seconds(predictions[0].step_time_low_s)} to {format_seconds(predictions[0].step_time_high_s)}"
     return (
-        f"The first {count} plans cannot be told apart: they are {100 * abs(last / first - 1):.1f} % apart, the 80 % band "
-        f"of the first is {band}, and a repeat differs by {100 * REPEAT_NOISE:.1f} %. Run them for a few steps."
+        f"The first {count} plans cannot be told apart: they are {100 * abs(last / first - 1):.1f} % apart, the 80 % "
+        f"band of the first is {band}, and a repeat differs by {100 * REPEAT_NOISE:.1f} %. Run them for a few steps."
     )
 
 

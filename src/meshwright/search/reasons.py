@@ -185,7 +185,7 @@ def _played(pricer: Pricer, layout: Layout, batch: Batch) -> Priced:
     fixed = layout.with_cut(resolve_cut(pricer.spec, layout, batch.seq_len))
     part = part_of(layout.schedule, layout.pp, layout.chunks, batch.accumulation)
     made = predict_with(pricer, fixed, batch, generate(layout.schedule, layout.pp, part, layout.chunks))
-    return Priced(made.step_time_s, float(made.peak_memory_bytes), made.bubble_share_of_total)
+    return Priced(made.step_time_s, float(made.peak_memory_bytes), made.bubble_share_of_total or 0.0)
 
 
 def _more_devices(pricer: Pricer, layout: Layout, batch: Batch) -> str:

@@ -62,7 +62,10 @@ CODES: Final[tuple[CodeInfo, ...]] = (
             '            "matmul_flops": {"bf16": 250e12}, "memory_rate_bytes_per_s": 2e12, "launch_s": 7e-6},\n'
             ' "intra": {"name": "NVLink", "rate_bytes_per_s": 3e11, "latency_s": 1e-6},\n'
             ' "inter": {"name": "IB", "rate_bytes_per_s": 25e9, "latency_s": 1e-5}}\n'
-            "device may be the name of a device of the catalogue. matmul_flops defaults to 0.80 of the peak\n"
+            "device may be the name of a device of the catalogue; intra and inter may be the name of a link: NVLink 2\n"
+            "to 5, PCIe 3 to 5; for adapters that the devices of a node share IB EDR, HDR, NDR or XDR, RoCE 100, 200\n"
+            'or 400, EFA (v2 to v4), 10 GbE, 25 GbE or 100 GbE, several of them as "8 x IB NDR".\n'
+            "matmul_flops defaults to 0.80 of the peak\n"
             "(said in the prediction's sources), latencies to the catalogue's."
         ),
     ),
@@ -88,7 +91,9 @@ CODES: Final[tuple[CodeInfo, ...]] = (
         do="use GPUs of one node, or write a cluster file with `inter`",
         page=(
             "The cluster is known inside one node only: no source prints the rate between nodes, or the probe\n"
-            "ran on one machine. A cluster file with `inter` (rate_bytes_per_s, latency_s) says it."
+            "ran on one machine. A cluster file with `inter` says it, by name or in figures:\n"
+            '{"name": "mine", "device": "L40S-48GB", "gpus_per_node": 8, "num_nodes": 3,\n'
+            ' "intra": "PCIe 4", "inter": "2 x 100 GbE"}'
         ),
     ),
     CodeInfo(
