@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.base.errors import MeshwrightError
-from meshwright.layout.cut import balanced_cut, check_cut, even_cut, resolve_cut, stage_costs
+from meshwright.layout.cut import balanced_cut, check_cut, even_cut, rank_costs, resolve_cut, stage_costs
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
 from meshwright.model.read_hf import spec_from_config
 from meshwright.model.spec import ModelSpec
+from meshwright.schedule.generate import placement
 
 
 def llama(layers: int, vocab: int = 256) -> ModelSpec:
@@ -120,3 +121,33 @@ def test_auto_is_the_best_of_all_cuts(costs: list[float], stages: int, first: fl
     assert worst(found) == pytest.approx(best)
     equal = [cut for cut in every if worst(cut) <= best * (1 + 1e-12)]
     assert sum(k * k for k in found) == min(sum(k * k for k in cut) for cut in equal)
+
+
+def test_ranks_with_several_stages_are_evened_out() -> None:
+    # the head costs as much as some layers, and shares its rank with stage 0 in a V, with stage pp - 1 in rounds
+    spec = llama(28, vocab=2048)
+    blocks, first, last = stage_costs(spec, 64)
+    assert 2.0 < last / blocks[0] < 8.0
+    for text in (
+        "pp=7,schedule=dualpipev,chunks=2",
+        "pp=7,schedule=interleaved,chunks=2",
+        "pp=4,schedule=zbv",
+    ):
+        layout = parse_layout(text)
+        homes = placement(layout.schedule, layout.pp, layout.chunks)
+        found = resolve_cut(spec, layout, 64)
+        loads = rank_costs(blocks, found, homes, first, last)
+        by_stage = balanced_cut(blocks, layout.num_stages, first, last)
+        assert sum(found) == 28
+        assert min(found) >= 1
+        least = (sum(blocks) + first + last) / layout.pp
+        stage_wise = max(rank_costs(blocks, by_stage, homes, first, last))
+        assert max(loads) <= stage_wise
+        assert max(loads) < max(least + blocks[0], last + layout.chunks * blocks[0] + first + 1.0)
+    three = parse_layout("pp=7,schedule=dualpipev")
+    assert resolve_cut(spec, three, 64)[0] == 1
+
+
+def test_a_small_head_leaves_stages_alike() -> None:
+    for schedule in ("zbv", "interleaved"):
+        assert resolve_cut(llama(16), parse_layout(f"pp=4,schedule={schedule}"), 64) == (2,) * 8

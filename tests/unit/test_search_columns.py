@@ -224,7 +224,7 @@ def every_layout(spec: ModelSpec, cluster: ClusterSpec, seq_len: int, batch: int
             ["ring", "ulysses"] if cp > 1 else ["ring"],
             divisors(spec.moe.num_experts) if spec.moe else [1],
             [0, 1, 2, 3] if dp * cp > 1 else [0],
-            ORDERS if pp > 1 and dp * cp > 1 and gpus > cluster.gpus_per_node else ORDERS[:1],
+            ORDERS if pp > 1 and dp > 1 and gpus > cluster.gpus_per_node else ORDERS[:1],
         ):
             named = {
                 "schedule": schedule,

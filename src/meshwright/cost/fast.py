@@ -138,12 +138,12 @@ def _placed(pricer: Pricer, layouts: Sequence[Layout], stages: int) -> Placed:
     tables: dict[tuple[object, ...], int] = {}
     table_at = np.zeros(rows, dtype=np.intp)
     loads: list[dict[str, list[float]]] = []
-    cut_of: dict[tuple[int, str], tuple[tuple[int, ...], Floats]] = {}
+    cut_of: dict[tuple[object, ...], tuple[tuple[int, ...], Floats]] = {}
     cuts: list[tuple[int, ...]] = []
     send = np.zeros(rows)
     sends: dict[tuple[object, ...], float] = {}
     for r, layout in enumerate(layouts):
-        slot = (layout.num_stages, layout.cut)
+        slot = (layout.num_stages, layout.pp, layout.schedule, layout.cut)
         if slot not in cut_of:
             cut = resolve_cut(pricer.spec, layout, pricer.seq_len)
             cut_of[slot] = (cut, _kind_counts(pricer, cut))
@@ -159,8 +159,7 @@ def _placed(pricer: Pricer, layouts: Sequence[Layout], stages: int) -> Placed:
         stage = sharding_stage(layout)
         shards = layout.shard if stage else 1
         table = (
-            layout.num_stages,
-            layout.cut,
+            cut,
             layout.tp,
             layout.ep,
             shards,

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from heapq import heapify, heapreplace
+from typing import Final
 
 from meshwright.base.errors import Problem, problem, refuse
 from meshwright.layout.layout import Layout
 from meshwright.model.counts import block_forward_flops, head_forward_flops
 from meshwright.model.spec import ModelSpec
+from meshwright.schedule.generate import placement
+
+WORTHWHILE: Final = 0.005
+"""Share of the busiest rank's time that must be won for stages of unlike size."""
 
 
 def resolve_cut(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[int, ...]:
     """Return the layers per stage: as written, even, or (auto) with the smallest largest stage time.
 
     Auto counts each block's FLOPs, the embedding (a lookup: small) on the first stage and the head with the loss on
-    the last; among equals it takes the most even cut.
+    the last; among equals it takes the most even cut. Where a rank has several stages, and equal stages leave one rank
+    with more than it need have (the head's, whose other stages are as full as any), ranks are evened out instead.
 
     Raises:
         MeshwrightError: E211 more stages than layers, E212 a written cut that does not fit.
@@ -26,7 +33,43 @@ def resolve_cut(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[int, ...
     if layout.cut == "even":
         return even_cut(spec.num_layers, layout.num_stages)
     blocks, first, last = stage_costs(spec, seq_len)
-    return balanced_cut(blocks, layout.num_stages, first, last)
+    found = balanced_cut(blocks, layout.num_stages, first, last)
+    if layout.chunks == 1 or layout.schedule.startswith("@"):
+        return found
+    homes = placement(layout.schedule, layout.pp, layout.chunks)
+    other = cut_by_rank(blocks, homes, first, last)
+    loads = [max(rank_costs(blocks, cut, homes, first, last)) for cut in (found, other)]
+    return other if loads[1] < (1.0 - WORTHWHILE) * loads[0] else found
+
+
+def rank_costs(
+    blocks: Sequence[float], cut: Sequence[int], homes: Sequence[int], first: float, last: float
+) -> list[float]:
+    """Return the cost of each pipeline rank, whose stages ``homes`` says."""
+    out, at = [0.0] * (max(homes) + 1), 0
+    for layers, home in zip(cut, homes, strict=True):
+        out[home] += sum(blocks[at : at + layers])
+        at += layers
+    out[homes[0]] += first
+    out[homes[-1]] += last
+    return out
+
+
+def cut_by_rank(blocks: Sequence[float], homes: Sequence[int], first: float, last: float) -> tuple[int, ...]:
+    """Return a cut that evens out ranks, and stages on a rank, as if every block cost the same."""
+    each = sum(blocks) / len(blocks)
+    cost = [each + first * (s == 0) + last * (s == len(homes) - 1) for s in range(len(homes))]
+    load = rank_costs(blocks, [0] * len(homes), homes, first, last)
+    heap = [(load[rank] + each * homes.count(rank), rank) for rank in range(len(load))]
+    heapify(heap)
+    layers = [1] * len(homes)
+    for _ in range(len(blocks) - len(homes)):
+        held, rank = heap[0]
+        heapreplace(heap, (held + each, rank))
+        stage = min((s for s, home in enumerate(homes) if home == rank), key=lambda s: (cost[s], s))
+        layers[stage] += 1
+        cost[stage] += each
+    return tuple(layers)
 
 
 def check_cut(num_layers: int, layout: Layout) -> list[Problem]:
