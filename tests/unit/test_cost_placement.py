@@ -134,6 +134,16 @@ def test_a_pipeline_pays_for_its_hops_between_nodes_although_its_first_is_inside
         assert found == pytest.approx(away * message / link_share(2), rel=0.01, abs=0.05), text
 
 
+def test_on_one_node_nothing_pays_a_network():
+    # eight experts' ranks over cp = 3 are a part of a plane of nine, which 72 devices do not divide into
+    one = read_cluster("gb200-nvl72")
+    assert one.inter is None
+    pricer = make_pricer(read_model("qwen3-30b-a3b"), one, 3072, "bf16")
+    layout = replace(made("dp=8,cp=3,pp=3,ep=8,order=tp/cp/pp/dp"), precision="bf16")
+    assert pricer.expert_shape(work_key(layout)).size >= 8
+    assert columns(pricer, [layout], [derive_batch(layout, 72, 3072)]).expert.max() > 0.0
+
+
 def test_a_group_over_the_end_of_a_node_pays_the_network():
     # six ranks a group on nodes of eight: the first group is inside a node, the second is not
     cluster = read_cluster("a100-80gb-x8", 24)

@@ -138,6 +138,8 @@ class CollectiveTimes:
         size = np.asarray(num_bytes, dtype=np.float64)
         if shape.size < 2:
             return np.zeros_like(size)
+        if self.cluster.num_nodes == 1:  # where a plane of experts is no whole part of it
+            shape = GroupShape(shape.size, 1, shape.size)
         if self.points:
             return self._measured(MEASURED_KIND.get(kind, kind), size, shape)
         return self._rings(kind, size, shape)
@@ -173,7 +175,7 @@ class CollectiveTimes:
         return inside + _leg(kind, num_bytes / shape.per_node, shape.nodes, between, link_share(2))
 
     def _link(self, shape: GroupShape) -> LinkSpec:
-        if shape.nodes == 1 or self.cluster.inter is None:
+        if shape.nodes == 1 or self.cluster.num_nodes == 1 or self.cluster.inter is None:
             return self.cluster.intra
         return self.cluster.inter
 
