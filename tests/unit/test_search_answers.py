@@ -25,6 +25,7 @@ from meshwright.cost.textbook import (
     ring_all_reduce_s,
 )
 from meshwright.layout.batch import derive_batch
+from meshwright.layout.check import check
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
 from meshwright.model.read_hf import read_model
@@ -159,7 +160,7 @@ def test_more_memory_can_make_a_miss_fit():
 def test_the_tree_takes_its_row_of_the_table(
     model: str, cluster: str, gpus: int, row: str, degrees: tuple[int, ...]
 ):
-    answer = decide(read_model(model), read_cluster(cluster, gpus), 1024, 512, "bf16")
+    answer = decide(read_model(model), read_cluster(cluster, gpus), 1024, "bf16")
     made_ = answer.layout
     assert answer.row.startswith(row)
     assert (made_.tp, made_.pp, made_.cp, made_.zero) == degrees
@@ -171,23 +172,35 @@ def test_the_tree_takes_its_row_of_the_table(
 def test_the_tree_looks_at_memory_bandwidth_and_structure():
     slow = read_cluster("a100-80gb-x8")
     slow = replace(slow, intra=replace(slow.intra, rate=replace(slow.intra.rate, value=5e9)))
-    answer = decide(read_model("llama-2-70b"), slow, 4096, 64, "bf16")
+    answer = decide(read_model("llama-2-70b"), slow, 4096, "bf16")
     assert "at most 4" in answer.steps[1].then
     slower = replace(slow, intra=replace(slow.intra, rate=replace(slow.intra.rate, value=1e9)))
-    assert decide(read_model("llama-2-70b"), slower, 4096, 64, "bf16").layout.tp == 1
+    assert decide(read_model("llama-2-70b"), slower, 4096, "bf16").layout.tp == 1
     assert "optimizer" in answer.steps[0].then
     assert answer.steps[3].then == "a pipeline"  # 80 layers
     assert answer.steps[4].then == "no need"
-    long = decide(read_model("llama-2-7b"), A100, 16384, 8, "bf16")
+    long = decide(read_model("llama-2-7b"), A100, 16384, "bf16")
     assert long.steps[4].then == "context parallelism"
-    tiny = decide(read_model("gpt2"), read_cluster("a100-80gb-x8"), 1024, 64, "bf16")
+    tiny = decide(read_model("gpt2"), read_cluster("a100-80gb-x8"), 1024, "bf16")
     assert "no bottleneck" in tiny.steps[0].then
-    assert "expert" in decide(read_model("mixtral-8x7b"), A100, 2048, 64, "bf16").steps[2].then
+    assert "expert" in decide(read_model("mixtral-8x7b"), A100, 2048, "bf16").steps[2].then
+
+
+def test_the_tree_s_layout_has_degrees_that_the_model_has():
+    # 10 key/value heads: neither 4 divides them nor they 4
+    phi = read_model("phi-3-medium")
+    answer = decide(phi, read_cluster("l20-x8", 40), 4096, "bf16")
+    batch = derive_batch(answer.layout, 40, 4096)
+    assert answer.layout.tp == 2
+    assert not [p.code for p in check(phi, answer.layout, batch) if p.severity == "error"]
+    # where the tree says expert parallelism its layout has it
+    assert decide(read_model("deepseek-v3"), read_cluster("h200-x8", 256), 4096, "bf16").layout.ep == 8
+    assert decide(read_model("mixtral-8x7b"), read_cluster("h100-x8", 64), 4096, "bf16").layout.ep == 2
 
 
 def test_activations_that_dominate_ask_for_recompute():
     small = read_model("gpt2")
-    answer = decide(small, read_cluster("a100-80gb-x8"), 16384, 8, "bf16")
+    answer = decide(small, read_cluster("a100-80gb-x8"), 16384, "bf16")
     assert "activations" in answer.steps[0].then
     assert answer.layout.recompute == "full"
 

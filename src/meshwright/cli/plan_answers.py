@@ -76,7 +76,6 @@ def explained(request: Request, result: SearchResult) -> dict[str, Any]:
         request.spec,
         request.cluster,
         request.seq_len,
-        request.global_batch,
         precision or default_precision(request.cluster),
     )
     judged = named(request, tree.layout.text(), best)

@@ -6,6 +6,7 @@ number, and where its layout is not the search's, why.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -21,6 +22,7 @@ from meshwright.layout.check import divisors
 from meshwright.layout.layout import Layout
 from meshwright.layout.parse import complete
 from meshwright.model.spec import ModelSpec
+from meshwright.search.legal import tensor_degrees
 
 STATE_SHARE: Final = 0.875
 """A device is full of model state from this share of its memory on (35 of 40 GB)."""
@@ -71,9 +73,7 @@ class TreeAnswer:
         }
 
 
-def decide(
-    spec: ModelSpec, cluster: ClusterSpec, seq_len: int, global_batch: int, precision: str
-) -> TreeAnswer:
+def decide(spec: ModelSpec, cluster: ClusterSpec, seq_len: int, precision: str) -> TreeAnswer:
     """Return what the decision tree says for a model on a cluster.
 
     Raises:
@@ -81,7 +81,7 @@ def decide(
     """
     memory, bottleneck = memory_class(spec, cluster, seq_len, precision)
     bandwidth, most_tp = _bandwidth(cluster)
-    row, layout = recipe(spec, cluster, seq_len, global_batch, precision, most_tp, bottleneck)
+    row, layout = recipe(spec, cluster, seq_len, precision, most_tp, bottleneck)
     table = Step(
         rule="the table, by parameters", found=f"{spec.num_parameters / 1e9:.3g} B parameters", then=row
     )
@@ -176,7 +176,6 @@ def recipe(
     spec: ModelSpec,
     cluster: ClusterSpec,
     seq_len: int,
-    global_batch: int,
     precision: str,
     most_tp: int,
     bottleneck: str,
@@ -197,16 +196,19 @@ def recipe(
     if bottleneck == "activations":
         recompute = "full"
     gpus = cluster.num_gpus
-    tp = _at_most([d for d in divisors(gpus) if spec.num_heads % d == 0], min(tp, most_tp))
+    degrees = tuple(divisors(gpus))
+    legal = tensor_degrees(spec, degrees, None)
+    tp = _at_most([d for d, good in zip(degrees, legal, strict=True) if good], min(tp, most_tp))
     pp = _at_most([d for d in divisors(gpus // tp) if d <= spec.num_layers], pp)
     cp = _at_most([d for d in divisors(gpus // tp // pp) if seq_len % (2 * d) == 0], cp)
     dp = gpus // tp // pp // cp
-    micro = _at_most(divisors(max(1, global_batch // dp)), 1)
     if dp * cp == 1:
         zero = 0
-    made = complete(
-        {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "zero": zero, "recompute": recompute, "micro_batch": micro}
-    )
+    ep = 1
+    if spec.moe is not None:  # over what tp leaves of a node, or as many ranks where that is none
+        node = min(gpus, cluster.gpus_per_node)
+        ep = _at_most(divisors(math.gcd(dp * cp, spec.moe.num_experts)), node // tp if node > tp else node)
+    made = complete({"dp": dp, "tp": tp, "pp": pp, "cp": cp, "zero": zero, "recompute": recompute, "ep": ep})
     if tp > 1 and spec.num_kv_heads % tp:
         made = replace(made, kv_heads="replicate")
     return row, replace(made, precision=precision)
