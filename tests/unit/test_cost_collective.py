@@ -54,6 +54,19 @@ def test_groups_over_nodes_pay_the_network():
     assert times.link_name(GroupShape(8, 4, 2)) == "8 x HDR 200 Gb/s"
 
 
+def test_an_all_to_all_over_nodes_sends_what_each_rank_has_for_other_nodes():
+    cluster = read_cluster("h100-x8", 64)
+    assert cluster.inter is not None
+    times = collective_times(cluster)
+    one_node = float(times.seconds("all_to_all", 1e9, GroupShape(8, 1, 8)))
+    for nodes in (2, 8):
+        found = float(times.seconds("all_to_all", 1e9, GroupShape(8 * nodes, nodes, 8)))
+        far = 1e9 * (nodes - 1) / nodes / (cluster.inter.rate.value * link_share(2))
+        assert far < found < far + one_node
+    # an all-reduce's payload is shared out over the node's adapters
+    assert float(times.seconds("all_reduce", 1e9, GroupShape(64, 8, 8))) < 2 * 1e9 / cluster.inter.rate.value
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from([1, 2, 3, 4, 6, 8, 12]),

@@ -163,7 +163,10 @@ class CollectiveTimes:
         if kind in ("send", "recv"):
             link = self._link(shape)
             return link.latency.value + num_bytes / (link.rate.value * link_share(shape.nodes))
-        inside = _leg(kind, num_bytes, shape.per_node, self.cluster.intra, link_share(1))
+        # in an all-to-all each rank has its own payload, of which the part for its own node stays inside
+        own = kind == "all_to_all"
+        near = num_bytes * shape.per_node / shape.size if own else num_bytes
+        inside = _leg(kind, near, shape.per_node, self.cluster.intra, link_share(1))
         inside = inside + call_seconds(
             kind, num_bytes, shape.size if shape.nodes == 1 else min(shape.size, NODE)
         )
@@ -171,8 +174,9 @@ class CollectiveTimes:
             return inside
         between = self.cluster.inter
         assert between is not None
-        # each member carries its share of the payload over its own part of the network
-        return inside + _leg(kind, num_bytes / shape.per_node, shape.nodes, between, link_share(2))
+        # of a payload that all have each member carries its share over its own part of the network
+        far = num_bytes if own else num_bytes / shape.per_node
+        return inside + _leg(kind, far, shape.nodes, between, link_share(2))
 
     def _link(self, shape: GroupShape) -> LinkSpec:
         if shape.nodes == 1 or self.cluster.num_nodes == 1 or self.cluster.inter is None:
