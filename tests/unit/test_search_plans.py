@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from meshwright.base.errors import MeshwrightError
-from meshwright.cluster.load import read_cluster
+from meshwright.cluster.load import read_cluster, with_gpus
 from meshwright.cluster.spec import Figure
 from meshwright.cost.estimate import item
 from meshwright.cost.predict import fits
 from meshwright.layout import built
 from meshwright.layout.check import check
 from meshwright.model.read_hf import read_model
+from meshwright.search.price import price_sentence, sizes
 from meshwright.search.search import SearchResult, search
 
 LLAMA = read_model("llama-2-7b")
@@ -130,12 +131,23 @@ def test_requests_that_cannot_be(monkeypatch):
 def test_cost_with_a_price():
     priced = replace(A100, price_per_device_hour=Figure(value=2.0, unit="per device hour", source="test"))
     assert search(LLAMA, priced, 2048, 64, objective="cost").plans
+    four = with_gpus(
+        replace(read_cluster("a100-80gb-x8"), price_per_device_hour=priced.price_per_device_hour), 32
+    )
+    found = sizes(LLAMA, four, 2048, 64, objective="cost")
+    assert {s.num_gpus for s in found} == {32, 16, 8}
+    prices = [s.price for s in found if s.price is not None and s.step_time_s is not None]
+    assert prices == sorted(prices)
+    assert found[0].step_time_s is not None
+    assert prices[0] == pytest.approx(2.0 * found[0].num_gpus * found[0].step_time_s / 3600)
+    assert found[0].num_gpus < 32  # communication is not free: fewer devices are slower and cheaper
+    assert "32 GPUs" in price_sentence(found)
 
 
 def test_planning_needs_no_torch():
     code = (
         "import sys; from meshwright.search.search import search; from meshwright.model.read_hf import read_model; "
-        "from meshwright.cluster.load import read_cluster; "
+        "from meshwright.cluster.load import read_cluster, with_gpus; "
         "search(read_model('llama-2-7b'), read_cluster('a100-40gb-x8'), 2048, 64); "
         "bad = {'torch', 'transformers', 'scipy', 'pandas'} & set(sys.modules); assert not bad, bad"
     )

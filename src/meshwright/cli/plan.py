@@ -14,6 +14,7 @@ from meshwright.cli.options import Adapter, Cluster, GlobalBatch, Gpus, Json, Mo
 from meshwright.cli.output import check_writable, show_json
 from meshwright.cli.plan_answers import (
     Request,
+    cheapest,
     explained,
     explained_text,
     front_text,
@@ -64,7 +65,8 @@ def plan(
         str, typer.Option("--fix", metavar="LAYOUT", help='Keys that must be so, such as "tp=2,zero=3".')
     ] = "",
     objective: Annotated[
-        Objective, typer.Option("--objective", help="What the best plan has least of.")
+        Objective,
+        typer.Option("--objective", help="What the best plan has least of; cost tries fewer nodes too."),
     ] = Objective.TIME,
     precision: Annotated[
         Precision | None,
@@ -131,12 +133,16 @@ def plan(
     )
     if why:  # a text that is not a layout is said before the search
         parse_layout(why, "--why")
+    more: dict[str, Any] = {}
+    if objective is Objective.COST:
+        request, more["prices"] = cheapest(request)
+        machine = request.cluster
     shown = max(top, try_best or 0)
     result = search(
         spec, machine, seq_len, global_batch, top=shown, model_path=model, pareto=pareto, **request.search
     )
     found = bool(result.plans)
-    more = _more(request, result, why, explain=explain, pareto=pareto)
+    more |= _more(request, result, why, explain=explain, pareto=pareto)
     best = result.plans[0] if found else None
     if found and try_best is not None:
         outcome = run_best(request, probed, result, try_best, top, model)
@@ -168,9 +174,13 @@ def _more(request: Request, result: SearchResult, why: str, *, explain: bool, pa
 
 def _items(request: Request, result: SearchResult) -> list[dict[str, Any]]:
     from meshwright.cost.estimate import item
+    from meshwright.search.price import price_of
 
     listed = [item(p) for p in result.plans] or [nearest_miss(item(p)) for p in result.misses]
     for shown, plan in zip(listed, result.plans or result.misses, strict=True):
+        if plan.prediction is not None and request.cluster.price_per_device_hour is not None:
+            step_s = plan.prediction.step_time_s
+            shown["price_per_step"] = price_of(step_s, plan.layout.world_size, request.cluster)
         missing = not_built(request, plan)
         if missing or request.search["include_unbuilt"]:
             shown["not_built"] = missing
@@ -212,6 +222,8 @@ def _show(
         print(explained_text(more))
     elif found:
         print("\n".join(f"why: {sentence}" for sentence in result.plans[0].why))
+    if "prices" in more:
+        print(f"why: {more['prices']['why']}")
     if apart := told_apart(result)[1]:
         print(f"why: {apart}")
     if "asked" in more:

@@ -46,6 +46,23 @@ def named(request: Request, text: str, best: Plan | None) -> Asked:
     )
 
 
+def cheapest(request: Request) -> tuple[Request, dict[str, Any]]:
+    """Return the request on as many of its nodes as cost least, and what each number of them costs, in JSON form.
+
+    Raises:
+        MeshwrightError: E410 no price is known; what the search raises.
+    """
+    from meshwright.cluster.load import with_gpus
+    from meshwright.search.price import price_sentence, sizes
+
+    found = sizes(request.spec, request.cluster, request.seq_len, request.global_batch, **request.search)
+    best = found[0]
+    prices = {"sizes": [s.as_dict() for s in found], "why": price_sentence(found)}
+    if best.price is None or best.num_gpus == request.cluster.num_gpus:
+        return request, prices
+    return replace(request, cluster=with_gpus(request.cluster, best.num_gpus)), prices
+
+
 def not_built(request: Request, plan: Plan) -> list[str]:
     """Return what of a plan cannot run yet, each in words; empty for what runs."""
     from meshwright.layout.check import check_built
