@@ -236,6 +236,7 @@ def _work(tables: Tables, rows: Rows, slot: Slot, names: tuple[str, ...] = WORK)
     assert blocks is not None
     assert embeddings is not None
     assert heads is not None
+    blocks, at[0] = _used(blocks, at[0])
     out: dict[str, Floats] = {}
     for name in names:
         i = WORK.index(name)
@@ -246,9 +247,18 @@ def _work(tables: Tables, rows: Rows, slot: Slot, names: tuple[str, ...] = WORK)
             column += embeddings[:, WORK.index("each")][at[1]][:, None]
         out[name] = column
         if name in WORST:
-            most = np.where(slot.counts[None] > 0, blocks[:, i][:, None, :], 0.0).max(axis=2)
+            most = np.zeros((len(blocks), len(slot.length)))
+            for kind in range(slot.counts.shape[1]):
+                np.maximum(most, np.where(slot.counts[:, kind] > 0, blocks[:, i, kind, None], 0.0), out=most)
             out[f"worst_{name}"] = most[at[0]]
     return out
+
+
+def _used(figures: Floats, at: Index) -> tuple[Floats, Index]:
+    """Return the rows of ``figures`` that ``at`` names, and where each is among them."""
+    named = np.zeros(len(figures), dtype=np.bool_)
+    named[at] = True
+    return figures[named], (np.cumsum(named) - 1)[at]
 
 
 def _units(tables: Tables, rows: Rows, slot: Slot, names: tuple[str, ...] = ()) -> dict[str, Floats]:
