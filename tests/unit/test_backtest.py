@@ -200,6 +200,8 @@ def test_tables_that_are_none(tmp_path: Path):
         ("tp", "many", "not a number"),
         ("global_batch_sequences", "100", "sequences"),
         ("tokens_per_s_per_gpu", "1", "contradict"),
+        ("seq_len", "4k", "seq_len = '4k' is not a number"),
+        ("kv_heads", "all", "kv_heads = 'all' is not a number"),
     ],
 )
 def test_a_row_that_cannot_be_predicted_says_why(column: str, value: str, said: str):

@@ -225,7 +225,8 @@ def _show(
     if "prices" in more:
         print(f"why: {more['prices']['why']}")
     if apart := told_apart(result)[1]:
-        print(f"why: {apart}")
+        by_time = " by their step time" if request.search["objective"] == Objective.MEMORY.value else ""
+        print(f"why: {apart.replace('told apart', f'told apart{by_time}', 1)}")
     if "asked" in more:
         print("\n".join([f"{more['asked']['layout_text']}:", *(f"  {s}" for s in more["asked"]["why"])]))
     if "pareto" in more:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from meshwright.cluster.catalogue import device_rows
 from meshwright.cost.backtest.presets import Ran, known_vocabulary
-from meshwright.cost.backtest.table import Row
+from meshwright.cost.backtest.table import LOOSE, Row
 
 GIB: Final = 2**30
 NVL_DOMAIN: Final = 72
@@ -23,6 +23,8 @@ class Skip(Exception):
 def read_whole(row: Row, name: str, default: int | None = None) -> int:
     """Return a whole number of a cell, or ``default`` where it is empty."""
     value = row.number.get(name)
+    if name in row.words and name not in LOOSE:
+        raise Skip(f"{name} = {row.words[name][:40]!r} is not a number")
     if value is None:
         if default is None:
             raise Skip(f"{name} is not printed")
@@ -34,8 +36,6 @@ def read_whole(row: Row, name: str, default: int | None = None) -> int:
 
 def read_degree(row: Row, name: str) -> int:
     """Return a degree: 1 where the cell is empty."""
-    if name in row.words:
-        raise Skip(f"{name} = {row.words[name][:40]!r} is not a number")
     value = read_whole(row, name, 1)
     if value < 1:
         raise Skip(f"{name} = {value} is below 1")
