@@ -37,10 +37,22 @@ def test_neighbours_of_a_pipeline_have_the_figures_of_their_estimate():
 
 
 def test_without_replicas_an_order_that_moves_them_is_no_other_plan():
-    found = search(QWEN, MI300X, 4096, 224, fix="dp=1,pp=7", top=20)
+    found = search(QWEN, MI300X, 4096, 224, fix="dp=1,pp=7,micro_batch=1,schedule=1f1b", top=20)
     steps = [(p.prediction.step_time_s, p.layout.order) for p in found.plans if p.prediction is not None]
     assert len(steps) > 5
     assert {order for _, order in steps} == {("tp", "cp", "dp", "pp")}
+
+
+def test_no_plan_of_the_pareto_set_is_undercut_by_another():
+    # an interleaved step's prediction is longer than what the search played of it
+    pins = "micro_batch=1,recompute=none,loss=eager"
+    front = search(QWEN, MI300X, 4096, 224, fix=pins, top=1, pareto=True).front
+    told = [
+        (p.prediction.step_time_s, p.prediction.peak_memory_bytes) for p in front if p.prediction is not None
+    ]
+    assert len(told) > 5
+    assert told == sorted(told)
+    assert [peak for _, peak in told] == sorted((peak for _, peak in told), reverse=True)
 
 
 def test_the_terms_of_a_difference_sum_to_it():

@@ -176,11 +176,7 @@ def search(
     if not plans:
         nearest_misses(surveyed, context.found)
         misses = context.misses(top)
-    front = (
-        [context.plan(c, p, beside=False) for c, p in context.predicted(context.found.front) if fits(p)]
-        if pareto
-        else []
-    )
+    front = context.front() if pareto else []
     legal, searched, fitting, played = counts
     return SearchResult(
         plans=tuple(plans),
@@ -313,6 +309,18 @@ class _Context:
             self.plan(c, p, beside=i < WITH_NEIGHBOURS, first=i == 0)
             for i, (*_, c, p) in enumerate(exact[:top])
         ]
+
+    def front(self) -> list[Plan]:
+        """Return the Pareto set, fastest first: of the candidates, those that no prediction of another undercuts."""
+        known = [(c, p) for c, p in self.predicted(self.found.front) if fits(p)]
+        known.sort(key=lambda f: (f[1].step_time_s, f[1].peak_memory_bytes))
+        out: list[Plan] = []
+        least = float("inf")
+        for c, p in known:
+            if p.peak_memory_bytes < least:
+                least = p.peak_memory_bytes
+                out.append(self.plan(c, p, beside=False))
+        return out
 
     def away(self, layout: Layout, batch: Batch) -> tuple[float, float]:
         """Return the bytes that a rank keeps in host memory and in files."""
