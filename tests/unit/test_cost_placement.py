@@ -151,4 +151,6 @@ def test_a_group_over_the_end_of_a_node_pays_the_network():
     pricer = make_pricer(spec, cluster, 4096, "bf16")
     odd, even = (replace(made(text), precision="bf16") for text in ("cp=6,dp=4", "cp=4,dp=6"))
     cols = columns(pricer, [odd, even], [derive_batch(x, 48, 4096) for x in (odd, even)])
-    assert cols.context.max(axis=1)[0] > 3.0 * cols.context.max(axis=1)[1] > 0.0
+    over, inside = cols.context.max(axis=1)
+    assert over > 3.0 * inside  # which compute may hide whole
+    assert over > 0.0
