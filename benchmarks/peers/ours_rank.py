@@ -43,7 +43,9 @@ def hf_config(model: Any, seq_len: int) -> dict[str, Any]:
     }
 
 
-def engine(facts: RankFacts, layout_text: str, model: Any, train: Any, meter: Any) -> None:
+def engine(
+    facts: RankFacts, layout_text: str, model: Any, train: Any, meter: Any, matmul: str = "auto"
+) -> None:
     """Train through a plan."""
     spec = spec_from_config(hf_config(model, train.seq_len), "tiny-llama", "benchmark")
     layout = parse_layout(f"{layout_text},micro_batch={train.micro_batch},precision=fp32,loss=chunked")
@@ -55,7 +57,7 @@ def engine(facts: RankFacts, layout_text: str, model: Any, train: Any, meter: An
         for n, p in build(model, train).named_parameters()
     }
     view = build_mesh(plan.layout, facts.rank, tied=needs_tied_group(plan, spec))
-    parts = apply_plan(plan, spec, view, seed=0, weights=weights)
+    parts = apply_plan(plan, spec, view, seed=0, weights=weights, matmul=matmul)
     del weights
     settings = SimpleNamespace(
         name="adamw",
@@ -80,7 +82,9 @@ def engine(facts: RankFacts, layout_text: str, model: Any, train: Any, meter: An
         meter.step(result.loss)
 
 
-def loop(facts: RankFacts, layout_text: str, model: Any, train: Any, meter: Any) -> None:
+def loop(
+    facts: RankFacts, layout_text: str, model: Any, train: Any, meter: Any, matmul: Any = "auto"
+) -> None:
     """Train the shared module in the loop that every user writes."""
 
     def make(groups: Any) -> torch.optim.Optimizer:
@@ -94,7 +98,7 @@ def loop(facts: RankFacts, layout_text: str, model: Any, train: Any, meter: Any)
         )
 
     wrapped, optimizer, _ = api.parallelize(
-        build(model, train), f"{layout_text},precision=fp32", lr=train.lr, optimizer=make
+        build(model, train), f"{layout_text},precision=fp32", lr=train.lr, optimizer=make, matmul=matmul
     )
     meter.start()
     for step in range(train.steps):
@@ -115,5 +119,5 @@ def on_rank(facts: RankFacts, args: argparse.Namespace) -> None:
     layout = parse_layout(args.layout)
     tokens = train.micro_batch * train.seq_len * layout.dp * layout.pp
     meter = Meter(f"ours {args.layout} {args.via}", train, tokens)
-    (engine if args.via == "engine" else loop)(facts, args.layout, model, train, meter)
+    (engine if args.via == "engine" else loop)(facts, args.layout, model, train, meter, args.matmul)
     meter.write(rss_imports_mb=args.rss_imports_mb)

@@ -78,6 +78,8 @@ def run_rounds(args: argparse.Namespace, venvs: Path) -> dict[str, list[dict[str
             layout,
             "--via",
             via,
+            "--matmul",
+            args.matmul,
         ]
         chosen[our_name(group)] = {"name": our_name(group), "venv": "ours", "cmd": command}
     with tempfile.TemporaryDirectory() as folder:
@@ -151,6 +153,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--groups", nargs="*", default=list(GROUPS), choices=list(GROUPS))
+    parser.add_argument(
+        "--matmul",
+        choices=("auto", "torch"),
+        default="auto",
+        help="torch: our cases multiply as the peers do",
+    )
     parser.add_argument("--logs", default="", help="folder for the logs of failed runs")
     parser.add_argument("--out", default="")
     args = parser.parse_args()

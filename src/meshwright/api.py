@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem, refuse
 from meshwright.layout.layout import Layout
@@ -188,6 +188,7 @@ def parallelize(
     optimizer: Callable[[Sequence[dict[str, Any]]], torch.optim.Optimizer] | None = None,
     rate: Callable[[int], float] | None = None,
     blocks: str | None = None,
+    matmul: Literal["auto", "torch"] = "auto",
 ) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Return (model, optimizer, scheduler) for a user's own loop.
 
@@ -205,6 +206,8 @@ def parallelize(
         optimizer: makes the optimizer from parameter groups; AdamW when not given.
         rate: factor on ``lr`` for a step counted from 0; constant when not given.
         blocks: dotted path of the block list when it cannot be found.
+        matmul: who multiplies float32 matrices on a CPU, in this process and as long as the model lives: oneDNN where
+            torch's own library leaves the processor's widest instructions unused ("auto"), or that library ("torch").
 
     Communication: broadcasts of the weights now; each step as the ZeRO stage says.
 
@@ -223,4 +226,5 @@ def parallelize(
         optimizer=optimizer,
         rate=rate,
         blocks=blocks,
+        matmul=matmul,
     )

@@ -18,7 +18,9 @@ from meshwright.cli.main import app, run
 from meshwright.cost.ledger import ledger_path, read_ledger
 from meshwright.cost.machine_fit import predict_plan
 from meshwright.orchestrate import feedback, trying
+from meshwright.orchestrate.preparing import device_type
 from meshwright.orchestrate.told_apart import measured, stolen_share
+from meshwright.parallel.products import product_library
 from meshwright.probe.processor import (
     core_share,
     processor_cluster,
@@ -216,7 +218,8 @@ def run_folder(tmp_path: Path, **change: Any) -> Path:
     measurement = measured(made, ranks_of(made, seconds), cluster()).as_dict()
     folder = tmp_path / "run"
     folder.mkdir(exist_ok=True)
-    record = {"plan": plan_to_dict(made), "prediction": before.as_dict(), "measurement": measurement} | change
+    record = {"plan": plan_to_dict(made), "prediction": before.as_dict(), "measurement": measurement}
+    record |= {"matmul": product_library("auto", device_type())} | change
     (folder / "run.json").write_text(json.dumps(record))
     (folder / "probe.json").write_text(json.dumps(probe()))
     return folder
@@ -243,6 +246,7 @@ def test_a_run_is_fed_back_once(capsys: pytest.CaptureFixture[str], here: str, t
         ("no probe", "E475", "probe.json"),
         ("no measurement", "E475", "no measurement"),
         ("cut off", "E475", "run.json"),
+        ("other products", "E475", "run.matmul"),
         ("other machine", "E473", "another"),
         ("disturbed", "E476", "80 %"),
         ("and a probe", "E479", "--quick"),
@@ -261,6 +265,9 @@ def test_a_run_that_says_nothing_is_refused(
         record.write_text(record.read_text()[:100])
     elif fault == "other machine":
         (folder / "probe.json").write_text(json.dumps(probe(machine="another")))
+    elif fault == "other products":
+        now = product_library("auto", device_type())
+        record = run_folder(tmp_path, matmul="torch" if now == "onednn" else "onednn") / "run.json"
     elif fault == "disturbed":
         held = json.loads(record.read_text())
         held["measurement"]["step_time_spread_s"] = held["measurement"]["step_time_s"]

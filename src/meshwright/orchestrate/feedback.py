@@ -17,6 +17,8 @@ from meshwright.cost.ledger import LedgerRow, add_rows, ledger_path, read_ledger
 from meshwright.cost.machine_fit import calibrated, predict_plan
 from meshwright.cost.machine_profile import MachineProfile
 from meshwright.orchestrate.machine import machine_fingerprint
+from meshwright.orchestrate.preparing import device_type
+from meshwright.parallel.products import product_library
 from meshwright.program.plan_file import plan_from_dict
 
 
@@ -114,6 +116,10 @@ def _read(folder: Path) -> tuple[ClusterSpec, dict[str, Any]]:
         held = probed.machine or "a machine that its probe does not name"
         found = f"the run was made on {held}, this is {here}"
         raise MeshwrightError(problem("E473", where=str(folder), found=found))
+    ran, usual = record.get("matmul", "torch"), product_library("auto", device_type())
+    if ran != usual:
+        found = f"its matrices were multiplied by {ran}, the probe's and other runs' by {usual} (run.matmul)"
+        raise MeshwrightError(problem("E475", where=str(folder), found=found))
     return probed, record
 
 

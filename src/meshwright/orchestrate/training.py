@@ -47,6 +47,7 @@ from meshwright.orchestrate.session import (
     resume_problems,
 )
 from meshwright.parallel.build import build_model, config_problems
+from meshwright.parallel.products import product_library
 from meshwright.program.plan import Plan
 from meshwright.program.plan_file import plan_to_dict
 from meshwright.train.data import check_samples, prepare_data
@@ -247,6 +248,7 @@ def _first_record(task: TrainTask) -> dict[str, Any]:
         "prediction": plan.prediction.as_dict() if plan.prediction else None,
         "measurement": None,
         "errors_pct": None,
+        "matmul": product_library(run.run.matmul, device_type()),
         "deterministic": deterministic_settings() if run.run.deterministic else None,
     }
 

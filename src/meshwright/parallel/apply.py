@@ -46,6 +46,7 @@ from meshwright.parallel.loss import IGNORE, chunked_loss_sum
 from meshwright.parallel.offload import FileStore, HostStore, home_store, parameters_away, pinned
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import Float64Throughout, dtype_of, forward_context
+from meshwright.parallel.products import Products, use_products
 from meshwright.parallel.recompute import nested, recompute_blocks
 from meshwright.parallel.replicate import Replicate
 from meshwright.parallel.router_loss import RouterLoss
@@ -107,6 +108,7 @@ class ParallelModel:
         decays: names that weight decay applies to: matrices, by their logical shape.
         tied_weight: this end of a tied embedding whose other end is on another rank.
         tied_pair: both ends of one whose two stages are on this rank.
+        products: who multiplies this process's matrices while the model lives; None is torch's own library.
     """
 
     spec: ModelSpec
@@ -127,6 +129,7 @@ class ParallelModel:
     context: ContextAxis | None = None
     tied_pair: tuple[nn.Parameter, nn.Parameter] | None = None
     experts: ExpertAxis | None = None
+    products: Products | None = None
     on_action: Callable[[str], None] = field(default=_silent)
     executed: list[str] = field(default_factory=list[str])
 
@@ -315,7 +318,10 @@ class ParallelModel:
                 home.verify()
 
     def close(self) -> None:
-        """Remove what rests in files; no step can follow."""
+        """Remove what rests in files and give torch its own matrix products back; no step can follow."""
+        if self.products is not None:
+            self.products.close()
+            self.products = None
         for engine in self.engines.values():
             home = away_homes(engine)
             if home is not None:
@@ -332,11 +338,13 @@ def apply_plan(
     on_action: Callable[[str], None] = _silent,
     compile_backend: str = "inductor",
     offload_dir: Path | None = None,
+    matmul: str = "auto",
     played: Deferred | None = None,
 ) -> ParallelModel:
     """Return this rank's part of the model of ``plan``, ready to train. Every rank of the mesh calls it.
 
     ``compile_backend`` is what ``compile=blocks`` compiles with; parameters that rest in files are in ``offload_dir``.
+    ``matmul`` is who multiplies matrices on a CPU (``parallel.products``): "auto" or "torch".
     ``played`` makes the parameters in place of the usual ways (whole, or part by part): for a rank that is only played,
     without values.
 
@@ -447,6 +455,7 @@ def apply_plan(
         context=context,
         tied_pair=pair,
         dropout=dropout,
+        products=use_products(matmul, view.device.type) if played is None else None,
         on_action=on_action,
     )
     if layout.pp > 1:

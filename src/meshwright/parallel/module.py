@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from meshwright.mesh import contract
 from meshwright.mesh.device_mesh import build_mesh
 from meshwright.mesh.env import check_world_size
 from meshwright.parallel.precision import dtype_of, forward_context
+from meshwright.parallel.products import Products, use_products
 from meshwright.parallel.replicate import Replicate
 from meshwright.parallel.zero import Zero, shard
 from meshwright.program.plan import Plan
@@ -171,6 +173,7 @@ def parallelize_module(
     optimizer: Callable[[Sequence[dict[str, Any]]], torch.optim.Optimizer] | None,
     rate: Callable[[int], float] | None,
     blocks: str | None,
+    matmul: str = "auto",
 ) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Do what ``api.parallelize`` says."""
     layout = parse_layout(plan) if isinstance(plan, str) else plan.layout if isinstance(plan, Plan) else plan
@@ -217,6 +220,7 @@ def parallelize_module(
             _autocast(model, lambda: forward_context(table, device_type))
     engine.before_backward(last=True)
     _add_no_sync(model, engine)
+    _hold(model, use_products(matmul, device_type))
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [
         {"params": [p for n, p in named if n in matrices], "weight_decay": weight_decay},
@@ -248,6 +252,12 @@ def _drop_after_evaluation(model: nn.Module, engine: Zero) -> None:
             engine.reshard()
 
     model.register_forward_hook(drop)
+
+
+def _hold(model: nn.Module, products: Products | None) -> None:
+    """Keep ``products`` until the model is gone (outside of it: a copy of the model is none of theirs)."""
+    if products is not None:
+        weakref.finalize(model, products.close).atexit = False
 
 
 def _add_no_sync(model: nn.Module, engine: Replicate | Zero) -> None:

@@ -23,6 +23,7 @@ from meshwright.base.units import KIB, MIB, format_bytes
 from meshwright.cost.pieces import block_operations
 from meshwright.mesh.env import RankFacts
 from meshwright.model.read_hf import spec_from_config
+from meshwright.parallel.products import use_products
 from meshwright.probe.block import TINY, Timing, launches, scaled
 from meshwright.probe.groups import in_groups
 from meshwright.probe.place import references, small_costs
@@ -510,6 +511,7 @@ def measure(facts: RankFacts, request: Request) -> list[dict[str, Any]]:
         name = torch.cuda.get_device_name(probe.device)
         found = gpu_topology() if facts.local_rank == 0 else None
         topology = found.as_dict() if found else None
+    held = use_products("auto", probe.device.type)  # as a run has them
     probe.say("matmul, fp32 and bf16")
     matmul = probe.matmul()
     probe.say("attention")
@@ -551,5 +553,7 @@ def measure(facts: RankFacts, request: Request) -> list[dict[str, Any]]:
     if facts.world_size > 1:
         everything = [None] * facts.world_size
         dist.all_gather_object(everything, mine)
+    if held is not None:
+        held.close()
     probe.say("done")
     return everything

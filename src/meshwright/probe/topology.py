@@ -191,12 +191,15 @@ def machine_facts(device: str) -> dict[str, Any]:
     import torch
     from torch.cuda import nccl
 
+    from meshwright.parallel.products import product_library
+
     facts: dict[str, Any] = {
         "device": _processor() if device == "cpu" else torch.cuda.get_device_name(0),
         "devices": os.cpu_count() if device == "cpu" else torch.cuda.device_count(),
         "cores": effective_cores(),
         "architecture": platform.machine(),
         "torch": torch.__version__,
+        "matmul": product_library("auto", device),
         "backend": "gloo" if device == "cpu" else f"nccl {'.'.join(map(str, nccl.version()))}",
     }
     text = json.dumps([facts, node_name()], sort_keys=True)

@@ -23,6 +23,7 @@ from meshwright.parallel.adapters import initial_factor
 from meshwright.parallel.build import build_model, frozen_names
 from meshwright.parallel.dropout import Dropout, use_dropout
 from meshwright.parallel.precision import Float64Throughout, dtype_of
+from meshwright.parallel.products import use_products
 
 
 class TokenBatch(NamedTuple):
@@ -78,6 +79,8 @@ def run_reference(
     weights: Mapping[str, Tensor] | None = None,
 ) -> Reference:
     """Train on ``batches`` on one device and save what every step computed; Returns the Reference."""
+    # multiplied by whom a run's are: what that does to the sums is in one device's own error
+    held = use_products("auto", torch.device(recipe.device).type)
     fp64 = recipe.precision == "fp64"
     dtype = torch.float64 if fp64 else torch.float32
     model = build_model(recipe.config, seed=recipe.seed, dtype=dtype, weights=weights).to(recipe.device)
@@ -150,6 +153,8 @@ def run_reference(
         save_file(kept, str(Path(folder) / f"step-{k}.safetensors"))
         gradient_max.append({n: kept[f"gradient/{n}"].abs().max().item() for n in gradients})
         weight_max.append({n: kept[f"weight/{n}"].abs().max().item() for n in params})
+    if held is not None:
+        held.close()
     return Reference(
         folder=folder,
         losses=tuple(losses),

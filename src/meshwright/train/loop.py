@@ -113,6 +113,7 @@ class _Session:
             weights=task.weights,
             on_action=self._on_action,
             offload_dir=task.offload_dir,
+            matmul=run.run.matmul,
         )
         self.random.attach(self.model)
         self.placement = check_placement(spec, view, self.model.params, self.model.stage_of)
