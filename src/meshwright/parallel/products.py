@@ -146,8 +146,14 @@ def product(kernel: Callable[..., Tensor], a_MK: Tensor, b_KN: Tensor) -> Tensor
 
 
 def _summed(kernel: Callable[..., Tensor], a_MK: Tensor, b_NK: Tensor, depth: int) -> Tensor:
-    """Return a b^T [M, N], added up from pieces of ``depth`` inner elements."""
-    out_MN = kernel(a_MK[:, :depth], b_NK[:, :depth], None, "none", [], "")
-    for d in range(depth, a_MK.shape[1], depth):
-        out_MN.add_(kernel(a_MK[:, d : d + depth], b_NK[:, d : d + depth], None, "none", [], ""))
-    return out_MN
+    """Return a b^T [M, N], added up from pieces of ``depth`` inner elements.
+
+    The kernel is given dense rows only: on a strided weight oneDNN falls back to a loop that is a hundred times slower.
+    """
+    out: Tensor | None = None
+    for d in range(0, a_MK.shape[1], depth):
+        a, b = a_MK[:, d : d + depth].contiguous(), b_NK[:, d : d + depth].contiguous()
+        part = kernel(a, b, None, "none", [], "")
+        out = part if out is None else out.add_(part)
+    assert out is not None
+    return out
