@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layout", required=True)
     parser.add_argument("--via", choices=("engine", "loop"), default="engine")
-    parser.add_argument("--matmul", choices=("auto", "torch"), default="auto")
+    parser.add_argument("--matmul", choices=("machine", "torch"), default="machine")
     args = parser.parse_args()
     load_modules(MODULES[args.via])
     args.rss_imports_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

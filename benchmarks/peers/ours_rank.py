@@ -44,7 +44,7 @@ def hf_config(model: Any, seq_len: int) -> dict[str, Any]:
 
 
 def engine(
-    facts: RankFacts, layout_text: str, model: Any, train: Any, meter: Any, matmul: str = "auto"
+    facts: RankFacts, layout_text: str, model: Any, train: Any, meter: Any, matmul: str = "machine"
 ) -> None:
     """Train through a plan."""
     spec = spec_from_config(hf_config(model, train.seq_len), "tiny-llama", "benchmark")
@@ -83,7 +83,7 @@ def engine(
 
 
 def loop(
-    facts: RankFacts, layout_text: str, model: Any, train: Any, meter: Any, matmul: Any = "auto"
+    facts: RankFacts, layout_text: str, model: Any, train: Any, meter: Any, matmul: Any = "machine"
 ) -> None:
     """Train the shared module in the loop that every user writes."""
 

@@ -155,8 +155,8 @@ def main() -> None:
     parser.add_argument("--groups", nargs="*", default=list(GROUPS), choices=list(GROUPS))
     parser.add_argument(
         "--matmul",
-        choices=("auto", "torch"),
-        default="auto",
+        choices=("machine", "torch"),
+        default="machine",
         help="torch: our cases multiply as the peers do",
     )
     parser.add_argument("--logs", default="", help="folder for the logs of failed runs")

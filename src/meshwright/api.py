@@ -188,7 +188,7 @@ def parallelize(
     optimizer: Callable[[Sequence[dict[str, Any]]], torch.optim.Optimizer] | None = None,
     rate: Callable[[int], float] | None = None,
     blocks: str | None = None,
-    matmul: Literal["auto", "torch"] = "auto",
+    matmul: Literal["machine", "torch"] = "machine",
 ) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Return (model, optimizer, scheduler) for a user's own loop.
 
@@ -207,7 +207,7 @@ def parallelize(
         rate: factor on ``lr`` for a step counted from 0; constant when not given.
         blocks: dotted path of the block list when it cannot be found.
         matmul: who multiplies float32 matrices on a CPU, in this process and as long as the model lives: oneDNN where
-            torch's own library leaves the processor's widest instructions unused ("auto"), or that library ("torch").
+            torch's own library leaves the processor's widest instructions unused ("machine"), or that library ("torch").
 
     Communication: broadcasts of the weights now; each step as the ZeRO stage says.
 

@@ -219,7 +219,7 @@ def run_folder(tmp_path: Path, **change: Any) -> Path:
     folder = tmp_path / "run"
     folder.mkdir(exist_ok=True)
     record = {"plan": plan_to_dict(made), "prediction": before.as_dict(), "measurement": measurement}
-    record |= {"matmul": product_library("auto", device_type())} | change
+    record |= {"matmul": product_library("machine", device_type())} | change
     (folder / "run.json").write_text(json.dumps(record))
     (folder / "probe.json").write_text(json.dumps(probe()))
     return folder
@@ -266,7 +266,7 @@ def test_a_run_that_says_nothing_is_refused(
     elif fault == "other machine":
         (folder / "probe.json").write_text(json.dumps(probe(machine="another")))
     elif fault == "other products":
-        now = product_library("auto", device_type())
+        now = product_library("machine", device_type())
         record = run_folder(tmp_path, matmul="torch" if now == "onednn" else "onednn") / "run.json"
     elif fault == "disturbed":
         held = json.loads(record.read_text())

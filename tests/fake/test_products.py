@@ -151,7 +151,7 @@ def test_who_multiplies_follows_the_machine_and_the_wish(monkeypatch: pytest.Mon
         assert product_library() == expected
     monkeypatch.setattr(products, "_maker", lambda: "AuthenticAMD")
     assert product_library("torch") == "torch"
-    assert product_library("auto", "cuda") == "torch"
+    assert product_library("machine", "cuda") == "torch"
     assert use_products("torch") is None
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert product_library() == "torch"

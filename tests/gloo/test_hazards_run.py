@@ -66,6 +66,7 @@ def task(folder: Path, layout: str, name: str, *, steps: int = 8, **changes: Any
             keep_best=False,
             max_minutes=None,
             deterministic=False,
+            matmul="machine",
         ),
         guards=SimpleNamespace(
             nonfinite="skip",

@@ -99,6 +99,7 @@ class RunSettings:
     elastic: bool
     max_restarts: int
     deterministic: bool
+    matmul: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +289,7 @@ def resolve(
             elastic=w.run.elastic,
             max_restarts=w.run.max_restarts,
             deterministic=w.run.deterministic,
+            matmul=w.run.matmul,
         ),
         guards=GuardSettings(**w.guards.model_dump()),
         adapter=AdapterSettings(

@@ -187,10 +187,10 @@ class RunSection(Section):
     deterministic: bool = Field(
         default=False, description="only algorithms that repeat bit for bit; run.json names the settings"
     )
-    matmul: Literal["auto", "torch"] = Field(
-        default="auto",
+    matmul: Literal["machine", "torch"] = Field(
+        default="machine",
         description="who multiplies float32 matrices on a CPU: oneDNN where torch's own library leaves the processor's "
-        "widest instructions unused (auto), or that library everywhere (torch)",
+        "widest instructions unused (machine), or that library everywhere (torch)",
     )
 
 

@@ -116,7 +116,7 @@ def _read(folder: Path) -> tuple[ClusterSpec, dict[str, Any]]:
         held = probed.machine or "a machine that its probe does not name"
         found = f"the run was made on {held}, this is {here}"
         raise MeshwrightError(problem("E473", where=str(folder), found=found))
-    ran, usual = record.get("matmul", "torch"), product_library("auto", device_type())
+    ran, usual = record.get("matmul", "torch"), product_library("machine", device_type())
     if ran != usual:
         found = f"its matrices were multiplied by {ran}, the probe's and other runs' by {usual} (run.matmul)"
         raise MeshwrightError(problem("E475", where=str(folder), found=found))

@@ -338,13 +338,13 @@ def apply_plan(
     on_action: Callable[[str], None] = _silent,
     compile_backend: str = "inductor",
     offload_dir: Path | None = None,
-    matmul: str = "auto",
+    matmul: str = "machine",
     played: Deferred | None = None,
 ) -> ParallelModel:
     """Return this rank's part of the model of ``plan``, ready to train. Every rank of the mesh calls it.
 
     ``compile_backend`` is what ``compile=blocks`` compiles with; parameters that rest in files are in ``offload_dir``.
-    ``matmul`` is who multiplies matrices on a CPU (``parallel.products``): "auto" or "torch".
+    ``matmul`` is who multiplies matrices on a CPU (``parallel.products``): "machine" or "torch".
     ``played`` makes the parameters in place of the usual ways (whole, or part by part): for a rank that is only played,
     without values.
 

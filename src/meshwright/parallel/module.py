@@ -173,7 +173,7 @@ def parallelize_module(
     optimizer: Callable[[Sequence[dict[str, Any]]], torch.optim.Optimizer] | None,
     rate: Callable[[int], float] | None,
     blocks: str | None,
-    matmul: str = "auto",
+    matmul: str = "machine",
 ) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Do what ``api.parallelize`` says."""
     layout = parse_layout(plan) if isinstance(plan, str) else plan.layout if isinstance(plan, Plan) else plan

@@ -34,11 +34,11 @@ INNER: Final = 256
 one after another, MKL 128: errors of 1,024 products are 4.1e-7 and 2.5e-7 of the result, in sums of 256 2.9e-7."""
 
 
-def product_library(asked: str = "auto", device_type: str = "cpu") -> str:
+def product_library(asked: str = "machine", device_type: str = "cpu") -> str:
     """Return who multiplies float32 matrices on this machine's CPU: "onednn", or "torch" for torch's own choice.
 
-    ``asked`` "torch" is never changed; "auto" is oneDNN where torch has MKL and it, the processor has AVX-512 and is not
-    MKL's maker's. The answer depends on nothing but the machine, so that ranks on like machines agree.
+    ``asked`` "torch" is never changed; "machine" is oneDNN where torch has both it and MKL, and the processor has AVX-512
+    and another maker than MKL. The answer depends on nothing but the machine, so that ranks on like machines agree.
     """
     if asked == "torch" or device_type != "cpu":
         return "torch"
@@ -81,7 +81,7 @@ class Products:
         self._library._destroy()
 
 
-def use_products(asked: str = "auto", device_type: str = "cpu") -> Products | None:
+def use_products(asked: str = "machine", device_type: str = "cpu") -> Products | None:
     """Return ``Products`` where ``product_library`` says "onednn", else None."""
     return Products() if product_library(asked, device_type) == "onednn" else None
 

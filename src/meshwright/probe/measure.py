@@ -511,7 +511,7 @@ def measure(facts: RankFacts, request: Request) -> list[dict[str, Any]]:
         name = torch.cuda.get_device_name(probe.device)
         found = gpu_topology() if facts.local_rank == 0 else None
         topology = found.as_dict() if found else None
-    held = use_products("auto", probe.device.type)  # as a run has them
+    held = use_products("machine", probe.device.type)  # as a run has them
     probe.say("matmul, fp32 and bf16")
     matmul = probe.matmul()
     probe.say("attention")

@@ -199,7 +199,7 @@ def machine_facts(device: str) -> dict[str, Any]:
         "cores": effective_cores(),
         "architecture": platform.machine(),
         "torch": torch.__version__,
-        "matmul": product_library("auto", device),
+        "matmul": product_library("machine", device),
         "backend": "gloo" if device == "cpu" else f"nccl {'.'.join(map(str, nccl.version()))}",
     }
     text = json.dumps([facts, node_name()], sort_keys=True)

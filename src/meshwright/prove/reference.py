@@ -80,7 +80,7 @@ def run_reference(
 ) -> Reference:
     """Train on ``batches`` on one device and save what every step computed; Returns the Reference."""
     # multiplied by whom a run's are: what that does to the sums is in one device's own error
-    held = use_products("auto", torch.device(recipe.device).type)
+    held = use_products("machine", torch.device(recipe.device).type)
     fp64 = recipe.precision == "fp64"
     dtype = torch.float64 if fp64 else torch.float32
     model = build_model(recipe.config, seed=recipe.seed, dtype=dtype, weights=weights).to(recipe.device)
