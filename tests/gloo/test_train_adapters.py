@@ -206,7 +206,6 @@ def test_the_prediction_knows_what_an_adapter_saves(job):
 @pytest.mark.parametrize(
     ("sets", "code"),
     [
-        (["adapter.kind=qlora"], "E272"),
         (["adapter.kind=lora", "adapter.targets=[q_prj]"], "E271"),
         (["adapter.kind=lora", "adapter.targets=[norm]"], "E271"),
     ],

@@ -106,7 +106,7 @@ def test_every_command_speaks_json() -> None:
         (["checkpoint", "merge", "nowhere", "--out", "e"], "E701", "step-N"),
         (["checkpoint", "reshard", "nowhere", "--layout", "dp=2", "--out", "e"], "E701", "step-N"),
         ([*PLAN, "--try", "2", "--unbuilt"], "E479", "without --unbuilt"),
-        ([*PLAN, "--adapter", "qlora:8"], "E272", ""),
+        ([*PLAN, "--adapter", "qlora"], "E274", ""),
         ([*PLAN, "--adapter", "lora"], "E274", ""),
         (["train", "nowhere.yaml"], "E100", ""),
         (["inspect", "nowhere"], "E120", ""),

@@ -89,9 +89,7 @@ def test_a_rank_or_alpha_that_is_too_large_says_the_bound(text: str, bound: str)
 def test_adapter_texts() -> None:
     assert parse_adapter("lora:4") == LORA
     assert parse_adapter("lora:4:1.5") == replace(LORA, alpha=1.5)
-    with pytest.raises(MeshwrightError) as error:
-        parse_adapter("qlora:4")
-    assert code(error) == "E272"
+    assert parse_adapter("qlora:4") == replace(LORA, kind="qlora", levels="nf4", double=True)
 
 
 def test_all_but_the_factors_is_frozen() -> None:
@@ -147,8 +145,11 @@ def test_plans_keep_the_adapter() -> None:
     assert other.hash != plan.hash
 
 
+INT4 = {"kind": "qlora", "rank": 4, "alpha": 8.0, "targets": [], "levels": "int4", "double": True}
+
+
 @pytest.mark.parametrize(
-    "held", [3, {}, {"kind": "lora", "rank": "4", "alpha": 8.0, "targets": []}, {"kind": "qlora"}]
+    "held", [3, {}, {"kind": "lora", "rank": "4", "alpha": 8.0, "targets": []}, {"kind": "qlora"}, INT4]
 )
 def test_a_plan_file_with_a_broken_adapter_is_refused(held) -> None:
     data = plan_to_dict(make_plan(adapted(read_model(TINY), LORA), parse_layout("dp=2"), 4, 32, TINY))

@@ -115,6 +115,7 @@ PARTS = [
     ("mixtral-8x7b", "aws-p4d", 32, "optimizer"),
     ("deepseek-v2-lite", "h100-x8", 16, "none"),
     ("llama-2-7b+lora:16", "a100-80gb-x8", 32, "none"),
+    ("llama-2-7b+qlora:16", "a100-80gb-x8", 32, "none"),
     ("smollm2-135m+lora:16", "a100-80gb-x8", 32, "optimizer-nvme"),
     ("llama-2-7b", "a100-80gb-x8", 16, "optimizer"),
     ("smollm2-135m", "probe", 2, "optimizer-nvme"),
@@ -141,7 +142,16 @@ def test_every_part_of_the_fast_tier_is_that_of_a_single_prediction(
         assert priced.forward[:, slot.run_of] == pytest.approx(one.forward[:, :stages], rel=1e-9)
         assert priced.backward[:, slot.run_of] == pytest.approx(one.backward[:, :stages], rel=1e-9)
         assert priced.send == pytest.approx(one.send, rel=1e-9)
-        for field in ("resting", "trainable_resting", "away", "block", "tensor", "cast"):
+        for field in (
+            "resting",
+            "trainable_resting",
+            "away",
+            "block",
+            "tensor",
+            "cast",
+            "packed",
+            "unpacked",
+        ):
             got = getattr(priced.load, field)[:, slot.run_of]
             assert got == pytest.approx(getattr(one.load, field)[:, :stages], rel=1e-9), field
         if slot.chunks == 1:

@@ -134,8 +134,8 @@ def export_command(
     A checkpoint of torch (FSDP) or DeepSpeed becomes a folder too, with ``config`` or the config.json beside it.
 
     Raises:
-        MeshwrightError: E281 for ``merge`` without an adapter; what ``export_hf``, ``export_foreign`` and the
-            comparison raise.
+        MeshwrightError: E281 for ``merge`` without an adapter, E287 for what needs a base in 4 bits; what ``export_hf``,
+            ``export_foreign`` and the comparison raise.
     """
     given = read_config(Path(config)) if config is not None else None
     if is_anothers(Path(dir)):
@@ -151,6 +151,11 @@ def export_command(
     if merge and adapter_of(read_manifest(checkpoint)) is None:
         found = f"{checkpoint} holds no adapter: its weights are whole already"
         raise MeshwrightError(problem("E281", where="--merge-adapter", found=found))
+    adapter = adapter_of(read_manifest(checkpoint))
+    if adapter is not None and adapter.kind == "qlora" and (merge or check_logits):
+        asked = "--merge-adapter" if merge else "--check-logits"
+        found = f"{checkpoint} was trained on a base in 4 bits ({adapter.levels}), which it does not hold"
+        raise MeshwrightError(problem("E287", where=asked, found=found))
     own = given.content if given is not None else None
     done = export_hf(checkpoint, Path(out), dtype=dtype, merge=merge, config=own)
     if check_logits:

@@ -35,13 +35,15 @@ def traced(
     """Return ``item`` with what a trace found: ``exact``, ``closed_form``, ``difference``, and its own ``fits``.
 
     Raises:
-        MeshwrightError: see ``exact.estimate.exact_answer``.
+        MeshwrightError: see ``exact.estimate.exact_answer``; E272 where a base in 4 bits cannot be packed.
     """
     if not item["legal"]:
         return dict(item) | NOT_TRACED
     from meshwright.exact.estimate import exact_answer
+    from meshwright.parallel.quantised import missing_bitsandbytes
     from meshwright.program.make import make_plan
 
+    refuse(missing_bitsandbytes(spec, "cpu"))
     plan = make_plan(spec, layout, global_batch, seq_len, model, frozen=frozen, cluster=cluster)
     return dict(item) | exact_answer(plan, spec, cluster, item["ranks"])
 

@@ -75,7 +75,9 @@ Freeze: TypeAlias = Annotated[
 Adapter: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        "--adapter", metavar="lora:RANK[:ALPHA]", help="Train low-rank adapters in place of the model."
+        "--adapter",
+        metavar="[q]lora:RANK[:ALPHA]",
+        help="Train low-rank adapters in place of the model; qlora holds its matrices in 4 bits.",
     ),
 ]
 Nproc: TypeAlias = Annotated[

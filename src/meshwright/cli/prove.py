@@ -96,7 +96,7 @@ def prove(
         raise MeshwrightError(problem("E864", where="meshwright prove", found=found, do=do))
     if out is not None:
         check_writable(out)
-    run, text = _resolved(run_file, model, layout, tuple(sets or ()), adapter)
+    run, text = _resolved(run_file, model, layout, tuple(sets or ()))
     from meshwright.mesh.imports import load_modules
 
     load_modules(("meshwright.orchestrate.proving",))
@@ -136,7 +136,7 @@ def prove(
 
 
 def _resolved(
-    run_file: str | None, model: str | None, layout: str | None, sets: tuple[str, ...], adapter: str | None
+    run_file: str | None, model: str | None, layout: str | None, sets: tuple[str, ...]
 ) -> tuple[Any | None, str]:
     """Return the resolved run (None for --model) and the layout to prove."""
     where = "meshwright prove"
@@ -160,8 +160,7 @@ def _resolved(
     from meshwright.config.resolve import resolve
 
     # A proof has its own batch, so the run file's batch is not held against the layout here.
-    overridden = ("adapter",) if adapter is not None else ()
-    run = resolve(load_run(run_file, sets), layout=layout, check_batch=False, overridden=overridden)
+    run = resolve(load_run(run_file, sets), layout=layout, check_batch=False)
     if run.layout_text == "auto":
         found = f"layout = auto in {run_file}, and no --layout"
         do = "say which layout to prove with --layout"

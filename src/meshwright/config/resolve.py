@@ -120,16 +120,18 @@ class GuardSettings:
 class AdapterSettings:
     """Low-rank adapters as written; ``kind`` "none" means that the model itself trains."""
 
-    kind: str
+    kind: Literal["none", "lora", "qlora"]
     rank: int
     alpha: float | None
     targets: tuple[str, ...]
+    levels: Literal["nf4", "fp4"]
+    double: bool
 
     def spec(self) -> AdapterSpec | None:
-        """Return the adapter, or None. Raises MeshwrightError E272 for a kind that cannot run."""
+        """Return the adapter, or None."""
         if self.kind == "none":
             return None
-        return make_adapter(self.kind, self.rank, self.alpha, self.targets, "adapter.kind")
+        return make_adapter(self.kind, self.rank, self.alpha, self.targets, self.levels, self.double)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +216,7 @@ def resolve(
     Relative paths to read (model, weights, data, tokenizer, cluster) are looked for in the run file's folder
     first and then in ``folder`` (by default the current one); ``run.dir`` is always taken from the current
     folder. ``check_batch=False`` leaves the batch arithmetic out, for a proof has its own batch. What the command line
-    says in place of the file ("layout" in a plan, "adapter") is named in ``overridden``, and not judged here.
+    says in place of the file ("layout" in a plan) is named in ``overridden``, and not judged here.
 
     Raises:
         MeshwrightError: E108 for settings that contradict each other, E901 for settings not honoured yet, and
@@ -297,6 +299,8 @@ def resolve(
             rank=w.adapter.rank,
             alpha=w.adapter.alpha,
             targets=tuple(w.adapter.targets),
+            levels=w.adapter.levels,
+            double=w.adapter.double,
         ),
         profile=ProfileSettings(steps=w.profile.steps),
         freeze=tuple(w.freeze),
@@ -315,7 +319,6 @@ def resolve(
                 if "layout" in overridden
                 else [*_accumulation_problems(run), *_layout_problems(run, check_batch)]
             ),
-            *([] if "adapter" in overridden else _adapter_problems(run)),
         ]
     )
     return replace(run, warnings=tuple(_without_effect(run)))
@@ -400,14 +403,6 @@ def _accumulation_problems(run: ResolvedRun) -> list[Problem]:
     ]
 
 
-def _adapter_problems(run: ResolvedRun) -> list[Problem]:
-    try:
-        run.adapter.spec()
-    except MeshwrightError as error:
-        return [replace(p, where=_where(run, "adapter.kind")) for p in error.problems]
-    return []
-
-
 def _layout_problems(run: ResolvedRun, check_batch: bool) -> list[Problem]:
     """Return what is wrong with the layout text, its batch and a stated accumulation."""
     if run.layout_text == "auto":
@@ -488,6 +483,9 @@ def _without_effect(run: ResolvedRun) -> list[Problem]:
         idle.append(("guards.on_spike", "guards.spike = null looks for none"))
     if run.adapter.kind == "none":
         idle += [(f"adapter.{key}", "adapter.kind = none") for key in ("rank", "alpha", "targets")]
+    if run.adapter.kind != "qlora":
+        why = f"adapter.kind = {run.adapter.kind} leaves the base as it is"
+        idle += [(f"adapter.{key}", why) for key in ("levels", "double")]
     idle += _idle_data(run.data)
     flat = run.flat()
     problems = [

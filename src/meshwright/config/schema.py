@@ -230,7 +230,8 @@ class AdapterSection(Section):
     """Low-rank adapters (LoRA), which then are all that trains."""
 
     kind: Literal["none", "lora", "qlora"] = Field(
-        default="none", description="none, or lora; qlora (a base in 4 bits) is refused"
+        default="none",
+        description="none, lora, or qlora: the frozen matrices of the blocks in 4 bits (bitsandbytes)",
     )
     rank: Annotated[int, Field(ge=1, le=MOST_RANK)] = Field(
         default=8, description="rank of the adapters' two factors"
@@ -241,6 +242,14 @@ class AdapterSection(Section):
     targets: list[Name] = Field(
         default_factory=list,
         description="last parts of the names of the layers that get one (q_proj, experts); [] = attention and dense MLP",
+    )
+    levels: Literal["nf4", "fp4"] = Field(
+        default="nf4",
+        description="of kind qlora: the sixteen values of a weight, normal or floating-point ones",
+    )
+    double: bool = Field(
+        default=True,
+        description="of kind qlora: hold the scales of the blocks in 8 bits (4.13 bits a weight, not 4.5)",
     )
 
 

@@ -56,7 +56,7 @@ ALL_SPLIT: Final = ("zb-h1", "zbv")
 _WORK = tuple(f.name for f in fields(Work))
 
 
-SUMMED = ("full", "trainable", "resting", "trainable_resting", "matmul", "trainable_tensors")
+SUMMED = ("full", "trainable", "resting", "trainable_resting", "matmul", "trainable_tensors", "packed")
 """Sizes of units that add up over a stage."""
 
 
@@ -399,6 +399,8 @@ def _table(
                 "root_trainable": units.root[s].trainable,
                 "block": max((u.full for u in here), default=0.0),
                 "block_trainable": max((u.trainable for u in here), default=0.0),
+                "unpacked": max((u.unpacked for u in here), default=0.0),
+                "packed_block": max((u.packed for u in here), default=0.0),
             }
             slot = (units.root[s], tuple(row))
             if slot not in known:

@@ -70,7 +70,7 @@ def over_owned(
 
     sums = (
         *("full", "trainable", "resting", "trainable_resting", "root", "root_trainable"),
-        *("boundary", "logits", "final", "kept_loss", "steps"),
+        *("boundary", "logits", "final", "kept_loss", "steps", "packed"),
     )
     means = ("cast", "activations")
     out = {
@@ -153,6 +153,9 @@ def stage_load(
         block=table["block"],
         block_trainable=table["block_trainable"],
         cast=table["matmul"],
+        packed=table["packed"],
+        packed_block=table["packed_block"],
+        unpacked=table["unpacked"],
         # what a later stage's first block is given is in its receive buffer
         activations=per_stage("kept") - wide(sizes.piped) * (1.0 - first) * worst("entry"),
         recompute=worst("again"),

@@ -60,6 +60,9 @@ class StageLoad:
             elements of the largest stage.
         root, root_trainable, block, block_trainable: of the root unit and of the largest block.
         cast: elements of matmul weights (which autocast casts).
+        packed: bytes of matrices in 4 bits, ``packed_block`` those of the largest block. Every rank holds them, but stage
+            3 shards and gathers them like parameters.
+        unpacked: the elements of the largest one, which is whole while it is multiplied with.
         activations: bytes that one micro-batch keeps until its backward.
         recompute: bytes alive beside them while a block is recomputed.
         transient, inside: bytes of gradients of activations inside the largest block's feed-forward, at most and while
@@ -108,6 +111,9 @@ class StageLoad:
     block: Floats
     block_trainable: Floats
     cast: Floats
+    packed: Floats
+    packed_block: Floats
+    unpacked: Floats
     activations: Floats
     recompute: Floats
     transient: Floats
@@ -161,7 +167,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     sharded = x.zero >= 1
     three = x.zero >= 3
     accumulates = x.micro_batches > 1
-    rest = x.storage * x.resting
+    rest = x.storage * x.resting + x.packed * np.where(three, x.resting / np.maximum(x.full, 1.0), 1.0)
     kept = np.where(sharded & ~three, x.compute * x.full, 0.0)  # gathered from first forward to last backward
     optimizer = np.where(x.away > 0, 0.0, 2.0 * x.storage * x.trainable_resting)
     gradient_shards = x.storage * x.trainable_resting
@@ -194,8 +200,8 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     chunked = x.chunked > 0
     always = {"parameters": rest, "gradients": held, "optimizer": optimizer}
     # stage 3 at the loss: root and one block gathered, with the next one's flat buffer beside it in a block's backward
-    ends = np.where(three, x.compute * (x.root + x.block), kept)
-    inside = np.where(three, x.compute * (x.root + 2.0 * x.block), kept)
+    ends = np.where(three, x.compute * (x.root + x.block) + x.packed_block, kept)
+    inside = np.where(three, x.compute * (x.root + 2.0 * x.block) + 2.0 * x.packed_block, kept)
     loss_bytes = np.where(x.vocab > 0, 4.0 + np.maximum(x.compute, 4.0), LOSS_LOGITS_BYTES)
     loss_bytes = loss_bytes + np.where((x.vocab > 0) & (x.compute < 4.0), x.compute, 0.0)
     # the first forward also holds the flat buffer that the last block was gathered into
@@ -219,7 +225,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     block = always | {
         "activations": acts - x.final + casts_in_block,
         "logits": kept_logits,
-        "working": inside + boundary + x.recompute + _inside_block(x, stale, wide),
+        "working": inside + boundary + x.recompute + _inside_block(x, stale, wide) + x.compute * x.unpacked,
     }
     # the end of backward: this micro-batch's activations are gone, the root unit is reduced
     last = np.where(sharded, gradient_shards, held)

@@ -71,7 +71,7 @@ def moments_away(x: StageLoad, moments: list[dict[str, Floats]]) -> list[dict[st
         before = moments[i]
         gathered = before["parameters"] - size * x.resting
         own = {
-            "parameters": np.where(sharded, gathered, size * values),
+            "parameters": np.where(sharded, gathered, x.packed + size * values),
             "gradients": np.where(sharded, shards, size * sums),
             "optimizer": none,
             "working": before["working"],

@@ -31,6 +31,7 @@ MOVED: Final = (*SECONDS, *EDGES, "trainable_resting", "trainable_tensors")
 HELD: Final = (
     *("full", "trainable", "resting", "trainable_resting", "matmul", "largest"),
     *("root", "root_trainable", "block", "block_trainable", "table", "matrix"),
+    *("packed", "packed_block", "unpacked"),
 )
 
 
@@ -212,16 +213,17 @@ def block_floors(tables: Tables, rows: Rows, slot: Slot) -> tuple[Floats, Floats
     at = units.look(rows)
     assert units.figures is not None
     # of the sparsest layout: units are padded to equal rows, so a larger group never holds more on a rank
-    names = ("resting", "trainable_resting", "trainable_tensors")
+    names = ("resting", "trainable_resting", "trainable_tensors", "packed")
     figures = {n: _sums(slot, units.figures[:, SIZES.index(n)]) for n in names}
-    full, trained = (_over(slot, figures[n])[at] for n in names[:2])
+    full, trained, packed = (_over(slot, figures[n])[at] for n in (*names[:2], "packed"))
+    packed = packed / (rows.column("dp") * rows.column("cp"))[:, None]
     least = least + _over(slot, optimizer_seconds(pricer, figures)).max(axis=1)[at]
     least = least + other_seconds(pricer, rows.layout(0).world_size)
     away = _codes(rows)[:, None]
     state = pricer.state_bytes * np.where(away > 1, 0.0, full + np.where(away > 0, 0.0, 2.0) * trained)
     _, held = chunks_held(rows, slot, m)
     kept = (work["kept"][:, slot.owns] * held).sum(axis=2)
-    return least, (state + kept).max(axis=1) + _outside(pricer, rows, slot)
+    return least, (state + packed + kept).max(axis=1) + _outside(pricer, rows, slot)
 
 
 def _codes(rows: Rows) -> Floats:
@@ -293,6 +295,7 @@ def _per_stage(slot: Slot, sizes: Mapping[str, Floats], seconds: Mapping[str, Fl
     out["table"], out["matrix"] = sizes["largest"][:, root], largest(sizes["largest"])
     out["root"], out["root_trainable"] = sizes["full"][:, root], sizes["trainable"][:, root]
     out["block"], out["block_trainable"] = largest(sizes["full"]), largest(sizes["trainable"])
+    out["packed_block"], out["unpacked"] = largest(sizes["packed"]), largest(sizes["unpacked"])
     some = np.argmax(present, axis=1)
     for name in SECONDS:
         out[name] = total(seconds[name])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshwright.cost.state import StateScheme, textbook_state_bytes
+from meshwright.model.quantised import bits_per_weight
 
 
 def data_volume(stage: int, ranks: int, accumulation: int = 1, *, textbook: bool = False) -> float:
@@ -40,13 +41,14 @@ def ring_all_reduce_s(num_bytes: float, ranks: int, bytes_per_s: float, latency_
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuning:
-    """One row of a fine-tuning table: parameters, how many train, devices, ZeRO stage."""
+    """One row of a fine-tuning table: parameters, how many train, devices, ZeRO stage, how many are held in 4 bits."""
 
     name: str
     parameters: float
     trained: float
     devices: int
     stage: int
+    packed: float = 0.0
 
 
 def fine_tuning_bytes(row: FineTuning, base: StateScheme, trained: StateScheme) -> float:
@@ -54,14 +56,19 @@ def fine_tuning_bytes(row: FineTuning, base: StateScheme, trained: StateScheme) 
 
     Frozen weights are cut by stage 3 only; what trains by the row's stage.
     """
-    frozen = (row.parameters - row.trained) * base.weights / (row.devices if row.stage == 3 else 1)
-    return frozen + textbook_state_bytes(row.trained, row.devices, row.stage, trained)
+    frozen = (row.parameters - row.trained - row.packed) * base.weights
+    frozen += row.packed * bits_per_weight(double=True) / 8.0
+    own = textbook_state_bytes(row.trained, row.devices, row.stage, trained)
+    return frozen / (row.devices if row.stage == 3 else 1) + own
 
 
 FINE_TUNING: Final = (
     FineTuning(name="7B LoRA", parameters=6.738e9, trained=40e6, devices=1, stage=0),
+    FineTuning(name="7B QLoRA", parameters=6.738e9, trained=40e6, devices=1, stage=0, packed=6.476e9),
     FineTuning(name="7B full", parameters=6.738e9, trained=6.738e9, devices=4, stage=2),
     FineTuning(name="70B LoRA", parameters=68.98e9, trained=200e6, devices=4, stage=3),
+    FineTuning(name="70B QLoRA", parameters=68.98e9, trained=200e6, devices=2, stage=3, packed=68.45e9),
     FineTuning(name="70B full", parameters=68.98e9, trained=68.98e9, devices=16, stage=3),
 )
-"""Four cases that are often tabled: one device, two to four with stage 2, two to four with stage 3, sixteen or more."""
+"""Cases that are often tabled: one device, two to four with stage 2 or 3, sixteen or more. In 4 bits (with scales in 8)
+are the matrices of the blocks."""

@@ -19,6 +19,7 @@ from meshwright.cost.collective import (
 from meshwright.cost.work import Facts, sharding_stage
 from meshwright.layout.layout import Layout
 from meshwright.layout.ranks import expert_degrees, strides
+from meshwright.model.quantised import held_bytes
 from meshwright.model.sharding import rule, tp_local_shape
 from meshwright.model.spec import AttentionSpec, TensorSpec
 
@@ -27,7 +28,8 @@ from meshwright.model.spec import AttentionSpec, TensorSpec
 class UnitSize:
     """Elements of one unit on one rank after tp and ep, padded to equal rows of its shard group.
 
-    ``resting`` and ``trainable_resting`` are what one rank of that group holds of them.
+    ``resting`` and ``trainable_resting`` are what one rank of that group holds of them. Matrices in 4 bits are none of
+    these: ``packed`` are their bytes (which stage 3 shards too), ``unpacked`` the elements of the largest one.
     """
 
     full: float
@@ -38,6 +40,8 @@ class UnitSize:
     tensors: int
     trainable_tensors: int
     matmul: float
+    packed: float
+    unpacked: float
 
 
 @lru_cache(maxsize=8192)
@@ -58,16 +62,22 @@ def unit_size(
     tp: int,
     ep: int,
     shards: int,
+    double: bool = True,
 ) -> UnitSize:
     """Return the elements of a unit: each tensor is padded on dim 0 to a multiple of its shard group.
 
-    That is ``shards`` ranks, and the shards / ep of them that hold the same experts for an expert's tensor.
+    That is ``shards`` ranks, and the shards / ep of them that hold the same experts for an expert's tensor. ``double``:
+    scales of matrices in 4 bits are in 8 bits.
     """
-    full = trained = resting = trained_resting = largest = matmul = 0.0
+    full = trained = resting = trained_resting = largest = matmul = packed = unpacked = 0.0
     count = trained_count = 0
     for tensor, trains in zip(tensors, trainable, strict=True):
         shape = unit_tensor_shape(tensor, attention, tp, ep)
         numel = float(prod(shape))
+        if tensor.quantised:
+            packed += held_bytes(prod(shape), double)
+            unpacked = max(unpacked, numel)
+            continue
         parts = max(1, shards // ep) if tensor.of_experts else shards
         if parts > 1:
             numel = ceil(shape[0] / parts) * parts * prod(shape[1:])
@@ -90,6 +100,8 @@ def unit_size(
         tensors=count,
         trainable_tensors=trained_count,
         matmul=matmul,
+        packed=packed,
+        unpacked=unpacked,
     )
 
 
@@ -120,7 +132,8 @@ def stage_tensors(facts: Facts, stage: int, stages: int) -> tuple[TensorSpec, ..
 
 def _sizes(facts: Facts, tensors: Sequence[TensorSpec], tp: int, ep: int, shards: int) -> UnitSize:
     trains = [t.name not in facts.stopped for t in tensors]
-    return unit_size(tensors, trains, facts.spec.attention, tp, ep, shards)
+    double = facts.spec.adapter is None or facts.spec.adapter.double
+    return unit_size(tensors, trains, facts.spec.attention, tp, ep, shards, double)
 
 
 def stage_units(facts: Facts, stages: int, tp: int, ep: int, shards: int) -> StageUnits:

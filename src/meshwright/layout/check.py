@@ -15,6 +15,7 @@ from meshwright.layout import built
 from meshwright.layout.batch import Batch, check_actions
 from meshwright.layout.check_context import context_built, padding
 from meshwright.layout.check_offload import offload_built, precision_built
+from meshwright.layout.check_quantised import quantised_built, quantised_cuts
 from meshwright.layout.cut import check_cut
 from meshwright.layout.layout import Layout
 from meshwright.layout.precision import FP8, precision_table
@@ -47,7 +48,9 @@ def check(
     problems = check_world(
         layout, num_ranks if num_ranks is not None or cluster is None else cluster.num_gpus
     )
-    problems += _tensor(spec, layout)
+    cut = _tensor(spec, layout)
+    problems += cut
+    problems += [] if any(p.severity == "error" for p in cut) else quantised_cuts(spec, layout)
     problems += _experts(spec, layout) + _grouped(spec, layout)
     if layout.world_size > 1:
         problems += [problem("W207", where="model.config", found=what) for what in layout_dependent(spec)]
@@ -430,7 +433,7 @@ def check_built(layout: Layout, spec: ModelSpec | None = None) -> list[Problem]:
     if layout.ep > 1:
         problems += _experts_built(spec, layout)
     if spec is not None:
-        problems += context_built(spec, layout)
+        problems += context_built(spec, layout) + quantised_built(spec, layout)
     problems += _compile_built(layout)
     problems += offload_built(layout)
     return problems

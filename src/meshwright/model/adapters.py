@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, Final, Literal, cast
 
 from meshwright.base.errors import MeshwrightError, Problem, nearest, problem, refuse
+from meshwright.model.quantised import LEVELS
 from meshwright.model.spec import AdapterSpec, BlockSpec, ModelSpec, TensorSpec
 
 KINDS: Final = ("lora", "qlora")
@@ -27,8 +28,10 @@ _DEFAULT_ROLES: Final = frozenset({"attention_in", "attention_out", "mlp_in", "m
 def parse_adapter(text: str, where: str = "--adapter") -> AdapterSpec:
     """Return the adapter of ``lora:RANK`` or ``lora:RANK:ALPHA``; without ALPHA it is twice the rank.
 
+    ``qlora:...`` is the same beside a base in 4 bits: nf4, its scales in 8 bits.
+
     Raises:
-        MeshwrightError: E274 for another text, E272 for ``qlora``.
+        MeshwrightError: E274 for another text.
     """
     kind, _, rest = text.strip().partition(":")
     rank_text, _, alpha_text = rest.partition(":")
@@ -40,31 +43,37 @@ def parse_adapter(text: str, where: str = "--adapter") -> AdapterSpec:
         rank, alpha, readable = 0, 0.0, False
     if not readable:
         raise MeshwrightError(problem("E274", where=where, found=repr(text)))
-    return make_adapter(kind, rank, alpha, (), where)
+    return make_adapter("qlora" if kind == "qlora" else "lora", rank, alpha, ())
 
 
 def make_adapter(
-    kind: str, rank: int, alpha: float | None, targets: Sequence[str], where: str = "adapter"
+    kind: Literal["lora", "qlora"],
+    rank: int,
+    alpha: float | None,
+    targets: Sequence[str],
+    levels: Literal["nf4", "fp4"] = "nf4",
+    double: bool = True,
 ) -> AdapterSpec:
     """Return an adapter; ``alpha`` None is twice the rank, no ``targets`` means attention and feed-forward.
 
-    Raises:
-        MeshwrightError: E272 for a base in 4 bits.
+    ``levels`` and ``double`` are of "qlora" alone.
     """
-    if kind == "qlora":
-        raise MeshwrightError(problem("E272", where=where, found=f"kind = {kind}"))
     named = tuple(dict.fromkeys(targets))
-    return AdapterSpec(kind="lora", rank=rank, alpha=2.0 * rank if alpha is None else alpha, targets=named)
+    made = AdapterSpec(kind=kind, rank=rank, alpha=2.0 * rank if alpha is None else alpha, targets=named)
+    return replace(made, levels=levels, double=double) if kind == "qlora" else made
 
 
 def adapter_to_dict(adapter: AdapterSpec) -> dict[str, Any]:
     """Return the JSON form of an adapter."""
-    return {
+    facts: dict[str, Any] = {
         "kind": adapter.kind,
         "rank": adapter.rank,
         "alpha": adapter.alpha,
         "targets": list(adapter.targets),
     }
+    if adapter.kind == "qlora":
+        facts |= {"levels": adapter.levels, "double": adapter.double}
+    return facts
 
 
 def adapter_from_dict(data: Mapping[str, Any]) -> AdapterSpec:
@@ -73,9 +82,12 @@ def adapter_from_dict(data: Mapping[str, Any]) -> AdapterSpec:
     Raises:
         ValueError, TypeError, KeyError: for another mapping.
     """
-    targets = data["targets"]
-    if data["kind"] != "lora" or not isinstance(targets, list) or set(data) != set(_FIELDS):
+    targets, four = data["targets"], data["kind"] == "qlora"
+    fields = {*_FIELDS, "levels", "double"} if four else set(_FIELDS)
+    if data["kind"] not in KINDS or not isinstance(targets, list) or set(data) != fields:
         raise ValueError("it is not an adapter")
+    if four and (data["levels"] not in LEVELS or not isinstance(data["double"], bool)):
+        raise ValueError(f"its base is in {data['levels']!r}, {data['double']!r}")
     rank, alpha = data["rank"], data["alpha"]
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
         raise ValueError(f"its rank is {rank!r}")
@@ -84,8 +96,8 @@ def adapter_from_dict(data: Mapping[str, Any]) -> AdapterSpec:
     names = cast("list[object]", targets)
     if not all(isinstance(t, str) for t in names):
         raise TypeError("its targets are not names")
-    kind: Literal["lora"] = "lora"
-    return AdapterSpec(kind=kind, rank=rank, alpha=float(alpha), targets=tuple(str(t) for t in names))
+    made = make_adapter("lora", rank, float(alpha), [str(t) for t in names])
+    return replace(made, kind="qlora", levels=data["levels"], double=data["double"]) if four else made
 
 
 _FIELDS: Final = ("kind", "rank", "alpha", "targets")
@@ -93,6 +105,8 @@ _FIELDS: Final = ("kind", "rank", "alpha", "targets")
 
 def adapted(spec: ModelSpec, adapter: AdapterSpec | None) -> ModelSpec:
     """Return ``spec`` with the adapter's tensors in its blocks; ``spec`` itself when there is no adapter.
+
+    With a base in 4 bits every matrix of the blocks is marked as held so, whether or not it gets an adapter.
 
     Raises:
         MeshwrightError: E271 for targets that are no matrices of the model's blocks.
@@ -110,7 +124,8 @@ def without_adapter(spec: ModelSpec) -> ModelSpec:
     if spec.adapter is None:
         return spec
     blocks = tuple(
-        replace(b, tensors=tuple(t for t in b.tensors if t.role != "adapter")) for b in spec.blocks
+        replace(b, tensors=tuple(replace(t, quantised=False) for t in b.tensors if t.role != "adapter"))
+        for b in spec.blocks
     )
     return replace(spec, blocks=blocks, adapter=None)
 
@@ -228,8 +243,9 @@ def _is_matrix(spec: ModelSpec, tensor: TensorSpec) -> bool:
 def _with_adapters(
     spec: ModelSpec, block: BlockSpec, adapter: AdapterSpec, targets: Sequence[str], experts: Sequence[str]
 ) -> Iterator[TensorSpec]:
+    four = adapter.kind == "qlora"
     for tensor in block.tensors:
-        yield tensor
+        yield replace(tensor, quantised=True) if four and _is_matrix(spec, tensor) else tensor
         if _is_matrix(spec, tensor) and leaf(tensor) in targets:
             yield from adapter_tensors(spec, tensor, adapter)
         elif _stacked(tensor) and ".".join(tensor.name.split(".")[-2:]) in experts:

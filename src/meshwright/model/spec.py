@@ -35,16 +35,20 @@ class AdapterSpec:
     """Low-rank adapters beside the matrices of every block; see ``model.adapters``.
 
     Attributes:
-        kind: "lora".
+        kind: "lora", or "qlora": the frozen matrices of the blocks are held in 4 bits (see ``model.quantised``).
         rank: rows of A and columns of B.
         alpha: the product B A is scaled by alpha / rank.
         targets: last parts of the names of the modules that get one; none means attention and feed-forward.
+        levels: of "qlora", the sixteen values that a weight can have: "nf4" or "fp4".
+        double: of "qlora", whether the blocks' scales are held in 8 bits.
     """
 
-    kind: Literal["lora"]
+    kind: Literal["lora", "qlora"]
     rank: int
     alpha: float
     targets: tuple[str, ...] = ()
+    levels: Literal["nf4", "fp4"] = "nf4"
+    double: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,7 @@ class TensorSpec:
         is_bias: a bias (or another 1-D companion) of the matrix with the same role.
         tied_to: the name of the tensor whose storage it shares; such a tensor is not counted.
         transposed: a matrix stored as [in, out].
+        quantised: held in 4 bits (see ``model.quantised``): frozen, whole on every rank of a data-parallel group.
     """
 
     name: str
@@ -68,6 +73,7 @@ class TensorSpec:
     is_bias: bool = False
     tied_to: str | None = None
     transposed: bool = False
+    quantised: bool = False
 
     @property
     def numel(self) -> int:

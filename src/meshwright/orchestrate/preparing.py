@@ -30,6 +30,7 @@ from meshwright.orchestrate.machine import machine_probe
 from meshwright.orchestrate.run_folder import unwritable
 from meshwright.parallel.adapters import missing_peft
 from meshwright.parallel.compiled import missing_compiler
+from meshwright.parallel.quantised import missing_bitsandbytes
 from meshwright.program.make import check_frozen, make_plan
 from meshwright.program.plan import Plan
 from meshwright.program.plan_file import load_plan
@@ -170,6 +171,7 @@ def _readable(run: Any, plan_path: str | None, text: str) -> ModelSpec:
             batch = held(lambda: derive_batch(layout, run.batch.sequences, run.data.seq_len))
     if spec is not None:
         problems += missing_peft() if spec.adapter is not None else []
+        problems += missing_bitsandbytes(spec, device_type())
         problems += check_frozen(spec, tuple(run.freeze))
         if layout is not None:
             problems += check(spec, layout, batch, None, for_run=True)

@@ -30,6 +30,7 @@ from meshwright.model.read_hf import read_model, spec_from_config
 from meshwright.model.spec import ModelSpec
 from meshwright.orchestrate.data_rules import packing_problems
 from meshwright.parallel.adapters import missing_peft
+from meshwright.parallel.quantised import missing_bitsandbytes
 from meshwright.program.make import make_plan
 from meshwright.program.plan import Plan
 from meshwright.prove.ladder import climb
@@ -308,6 +309,9 @@ def prove_command(
         spec = adapted(spec, run.adapter.spec())
     refuse(packing_problems(spec, "packed rows") if packed else [])
     refuse(missing_peft() if spec.adapter is not None else [], ExitCode.ENVIRONMENT)
+    refuse(
+        missing_bitsandbytes(spec, "cpu")
+    )  # where the reference is computed; ranks on GPUs are asked below
     length = seq_len or min(DEFAULT_SEQ_LEN, spec.max_position_embeddings)
     optimizer = run.optimizer if run is not None else ProofOptimizer()
     max_norm = run.clip.max_norm if run is not None else 1.0
@@ -335,6 +339,7 @@ def prove_command(
     def prove(layout: Layout, simulated: bool = False) -> dict[str, Any]:
         plan = plan_for(layout, global_batch, simulated)
         ranks_on = "cpu" if simulated else proof_device(device, plan.world_size)
+        refuse(missing_bitsandbytes(spec, ranks_on))
         return run_proof(plan, spec, simulated=simulated, device=ranks_on, **settings)
 
     if resume:

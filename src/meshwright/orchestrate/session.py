@@ -53,7 +53,9 @@ def resume_problems(task: TrainTask) -> list[Problem]:
     manifest = read_manifest(task.resume_from)
     found = check_resumed(manifest["extra"], task)
     stored = {str(r["name"]): list(r["shape"]) for r in manifest["tensors"] if r["entry"] == "parameter"}
-    wanted = {t.name: list(t.shape) for t in task.spec.tensors() if t.tied_to is None}
+    wanted = {
+        t.name: list(t.shape) for t in task.spec.tensors() if t.tied_to is None and not t.quantised
+    }  # a base in 4 bits is packed again from the model's own weights
     missing = sorted(wanted.keys() - stored.keys())
     unexpected = sorted(stored.keys() - wanted.keys())
     shapes = [

@@ -24,6 +24,7 @@ from meshwright.mesh.imports import MODEL_CODE
 from meshwright.mesh.launch import run_local
 from meshwright.model.adapters import without_adapter
 from meshwright.model.counts import flops_per_token
+from meshwright.model.quantised import is_quantised
 from meshwright.model.spec import ModelSpec
 from meshwright.orchestrate.data_rules import data_problems, last_step
 from meshwright.orchestrate.elastic import goes_on, restart_notes, smaller_plan, survive, torchrun_restart
@@ -335,6 +336,7 @@ def _announce(plan: Plan, spec: ModelSpec) -> list[str]:
     if spec.adapter is not None:
         count = sum(t.numel for t in spec.tensors() if t.role == "adapter")
         trained = f"; {count:,} of them train: LoRA of rank {spec.adapter.rank}"
+        trained += f" beside matrices in 4 bits ({spec.adapter.levels})" if is_quantised(spec) else ""
     return [
         f"{spec.name}: {spec.num_parameters:,} parameters on {plan.world_size} ranks, {plan.layout.text()}, "
         f"plan {plan.hash}{trained}",

@@ -1,8 +1,9 @@
 """The one fixed order in which a plan becomes a running model on one rank.
 
-build -> adapters -> freeze -> attention over the context axis -> cut the stages -> cut by the tensor axis -> spread the
-experts -> move -> compile -> recompute -> data parallel (replicate or ZeRO) -> pipeline -> tied pair. Where a rank holds
-a part of the model, "build" describes large parameters and the cuts make them, one unit at a time.
+build -> adapters -> freeze -> attention over the context axis -> cut the stages -> pack a base in 4 bits -> cut by the
+tensor axis -> spread the experts -> move -> compile -> recompute -> data parallel (replicate or ZeRO) -> pipeline ->
+tied pair. Where a rank holds a part of the model, "build" describes large parameters and the cuts make them, one unit at
+a time.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from meshwright.parallel.offload import FileStore, HostStore, home_store, parame
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import Float64Throughout, dtype_of, forward_context
 from meshwright.parallel.products import Products, use_products
+from meshwright.parallel.quantised import Packed, pack, packed_matrices
 from meshwright.parallel.recompute import nested, recompute_blocks
 from meshwright.parallel.replicate import Replicate
 from meshwright.parallel.router_loss import RouterLoss
@@ -102,13 +104,14 @@ class ParallelModel:
     Attributes:
         stages: this rank's stages by index; ``module`` holds them all (it is the stage when there is one).
         engines: the data parallelism of each stage.
-        stage_of: the stage of each parameter.
+        stage_of: the stage of each parameter and packed matrix.
         params: this rank's parameters by logical (Hugging Face) name.
         owned: names whose elements this rank counts in sums over logical parameters (each element has one owner).
         decays: names that weight decay applies to: matrices, by their logical shape.
         tied_weight: this end of a tied embedding whose other end is on another rank.
         tied_pair: both ends of one whose two stages are on this rank.
         products: who multiplies this process's matrices while the model lives; None is torch's own library.
+        packed: this rank's matrices of a base in 4 bits by logical name.
     """
 
     spec: ModelSpec
@@ -130,6 +133,7 @@ class ParallelModel:
     tied_pair: tuple[nn.Parameter, nn.Parameter] | None = None
     experts: ExpertAxis | None = None
     products: Products | None = None
+    packed: Mapping[str, Packed] = field(default_factory=dict[str, Packed])
     on_action: Callable[[str], None] = field(default=_silent)
     executed: list[str] = field(default_factory=list[str])
 
@@ -137,6 +141,16 @@ class ParallelModel:
     def is_last(self) -> bool:
         """Whether this rank computes the loss."""
         return any(stage.is_last for stage in self.stages.values())
+
+    def placeable(self) -> dict[str, Tensor]:
+        """Return this rank's parameters and what it holds packed, by logical name.
+
+        A packed matrix that every rank holds whole is a shape without values, one that they share a row of bytes.
+        """
+        shapes = {
+            n: torch.empty(p.shape, device="meta") if p.row is None else p.row for n, p in self.packed.items()
+        }
+        return {**self.params, **shapes}
 
     def begin_step(self, step: int, rows_AB: Tensor) -> None:
         """Say which update comes and which rows of the global batch, [accumulation, B], this rank's micro-batches are.
@@ -383,6 +397,7 @@ def apply_plan(
     engines: dict[int, Replicate | Zero] = {}
     params: dict[str, nn.Parameter] = {}
     stage_of: dict[str, int] = {}
+    packed: dict[str, Packed] = {}
     axes: list[TensorAxis] = []
     split = {a.stage for a in schedule.rows[view.pp_rank] if a.kind is ActionKind.WEIGHT_GRAD}
     recomputed = {s: Halves() for s in mine if s in split and layout.recompute != "none"}
@@ -409,6 +424,7 @@ def apply_plan(
                 counted=view.coords["tp"] == 0,
                 context=context,
             )
+        pack(stage, spec)
         if layout.tp > 1:
             with pending.noting():
                 axes.append(shard_tensors(stage, spec, view))
@@ -424,16 +440,22 @@ def apply_plan(
         if layout.compile == "blocks":
             compile_blocks(stage_blocks(stage, spec), compile_backend, _own_attention(spec, layout))
         recompute_blocks(stage_blocks(stage, spec), layout.recompute, again_in, recomputed.get(index))
+        if layout.zero == 3 and _sharded(layout):
+            for matrix in packed_matrices(stage).values():
+                matrix.share()
         homes = partial(home_store, layout, view, offload_dir, index)
         engine = engines[index] = _data_parallel(stage, spec, view, table, experts, pending, homes)
         leading = leading_frozen(spec, layout, index, plan.frozen)
         if isinstance(engine, Zero) and leading:
             engine.begin_backward_at([*stage_blocks(stage, spec), stage][leading])
-        held = {logical_name(n): p for n, p in stage.named_parameters()}
+        in_four_bits = packed_matrices(stage)
+        rows = {id(m.row) for m in in_four_bits.values()}
+        held = {logical_name(n): p for n, p in stage.named_parameters() if id(p) not in rows}
         if isinstance(engine, Away):
             held = engine.masters
         params |= held
-        stage_of |= dict.fromkeys(held, index)
+        packed |= in_four_bits
+        stage_of |= dict.fromkeys((*held, *in_four_bits), index)
     decays = frozenset(n for n, shape in shapes.items() if len(shape) >= 2)
     pair = _tied_pair(spec, params)
     model = ParallelModel(
@@ -454,6 +476,7 @@ def apply_plan(
         experts=experts,
         context=context,
         tied_pair=pair,
+        packed=packed,
         dropout=dropout,
         products=use_products(matmul, view.device.type) if played is None else None,
         on_action=on_action,

@@ -15,6 +15,7 @@ from meshwright.base.errors import MeshwrightError, problem
 from meshwright.layout.layout import Layout
 from meshwright.layout.ranks import expert_degrees
 from meshwright.mesh.device_mesh import MeshView
+from meshwright.model.quantised import row_bytes
 from meshwright.model.sharding import rule, tp_copies, tp_shape
 from meshwright.model.spec import ModelSpec, TensorSpec
 
@@ -91,9 +92,15 @@ def account(spec: ModelSpec, layout: Layout, ranks: Sequence[Sequence[Placed]]) 
         total = sum(i.numel for i in items)
         experts = layout.ep > 1 and rule(tensor).ep_dim is not None
         copies = expert_degrees(layout)[0] if experts else replicas
+        rows = tensor.quantised and layout.zero == 3 and layout.shard > 1
+        if tensor.quantised and not rows:  # whole on every rank of a data-parallel group
+            copies = layout.dp * layout.cp
         expected = prod(tensor.shape) * copies * tp_copies(tensor, layout.tp, spec.attention)
+        if rows:  # bytes, which are cut anywhere
+            expected = sum(_row(tensor, spec, layout, tp)[0] for tp in range(layout.tp)) * copies
         stages = {i.stage for i in items}
-        shaped = all(i.shape == _local_shape(tensor, spec, layout, i.tp) for i in items)
+        local = _row if rows else _local_shape
+        shaped = all(i.shape == local(tensor, spec, layout, i.tp) for i in items)
         if total != expected or len(stages) != 1 or not shaped:
             wrong.append(
                 {
@@ -117,6 +124,13 @@ def account(spec: ModelSpec, layout: Layout, ranks: Sequence[Sequence[Placed]]) 
 def _local_shape(tensor: TensorSpec, spec: ModelSpec, layout: Layout, tp: int) -> tuple[int, ...]:
     shape = tp_shape(tensor, layout.tp, tp, spec.attention)
     return (shape[0] // layout.ep, *shape[1:]) if rule(tensor).ep_dim is not None else shape
+
+
+def _row(tensor: TensorSpec, spec: ModelSpec, layout: Layout, tp: int) -> tuple[int, ...]:
+    """Return the shape of the row of bytes that stands for a matrix in 4 bits."""
+    assert spec.adapter is not None
+    here = prod(tp_shape(tensor, layout.tp, tp, spec.attention))
+    return (row_bytes(here, tensor.numel, spec.adapter.double),)
 
 
 def refuse_incomplete(result: Mapping[str, Any]) -> None:

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from meshwright.mesh.device_mesh import MeshView
 from meshwright.model.sharding import gradient_sum, over_all_heads, rule, tp_ranges
@@ -35,6 +34,7 @@ from meshwright.model.spec import ModelSpec, TensorSpec
 from meshwright.parallel.adapters import adapter_output, base_layer
 from meshwright.parallel.expert import ADDS_BIAS, whole_forward
 from meshwright.parallel.loss import Columns
+from meshwright.parallel.quantised import packed_matrices, product, stored_shape
 from meshwright.parallel.stage import IGNORE, StageModule, get_module, logical_name
 from meshwright.parallel.tied import local
 
@@ -262,6 +262,10 @@ def _narrow(module: nn.Module, axis: TensorAxis) -> None:
         for name, p in owner._parameters.items():
             if p is not None and id(p) in new:
                 owner._parameters[name] = new[id(p)]
+    for name, packed in packed_matrices(module).items():
+        where = axis.place_of(name)
+        if where is not None:
+            packed.cut(*where[1:])
 
 
 def _before(
@@ -361,9 +365,9 @@ def _cut_experts(mixture: nn.Module, axis: TensorAxis, sp: bool) -> None:
 
 def _tell_width(matrix: Any) -> None:
     if isinstance(matrix, nn.Linear):
-        matrix.out_features = matrix.weight.shape[0]
+        matrix.out_features = stored_shape(matrix)[0]
     else:  # transformers' Conv1D stores [in, out] and shapes its output by ``nf``
-        matrix.nf = matrix.weight.shape[1]
+        matrix.nf = stored_shape(matrix)[1]
 
 
 def _tell_heads(attention: Any, axis: TensorAxis) -> None:
@@ -424,14 +428,12 @@ def _cut_rows(matrix: Any, axis: TensorAxis, sp: bool) -> None:
     """
     exit_ = (_reduce_scatter, _all_gather) if sp else (_all_reduce, _same)
     layer, matrix = matrix, base_layer(matrix)
-    stored_in_out = not isinstance(matrix, nn.Linear)
 
     def forward(x: Tensor) -> Tensor:
-        weight = matrix.weight.t() if stored_in_out else matrix.weight
-        y: Any = F.linear(x, weight)
+        y: Any = product(matrix, x, bias=False)
         y = _Transposed.apply(y if layer is matrix else y + adapter_output(layer, x), axis.group, *exit_)
         return y if matrix.bias is None else y + matrix.bias.to(y.dtype)
 
     layer.forward = forward
-    if not stored_in_out:
-        matrix.in_features = matrix.weight.shape[1]
+    if isinstance(matrix, nn.Linear):
+        matrix.in_features = stored_shape(matrix)[1]

@@ -193,7 +193,7 @@ class _Deriver:
                     kind="all_gather",
                     axis=EXPERT_SHARD if unit.experts else "dp_shard",
                     group_size=shards,
-                    num_bytes=unit.padded_numel(shards) * size,
+                    num_bytes=unit.padded_numel(shards) * size + (0 if once else unit.padded_rows(shards)),
                     what=f"parameters of {title(unit)}" + (", for the whole step" if once else f", {phase}"),
                     stage=stage,
                     micro_batch=k,

@@ -22,7 +22,7 @@ from meshwright.model.randomness import drops_residual
 from meshwright.model.sharding import gradient_sum, shared_norms, tp_shape
 from meshwright.model.spec import BlockSpec, ModelSpec, TensorSpec
 from meshwright.program.step import Collective, CollectiveKind
-from meshwright.program.units import Unit, shard_numel, stage_layers
+from meshwright.program.units import Unit, row_of, shard_numel, stage_layers
 
 Pair: TypeAlias = Literal["attention", "mlp"]
 PAIRS: Final[tuple[Pair, ...]] = ("attention", "mlp")
@@ -33,7 +33,12 @@ def on_rank(unit: Unit, spec: ModelSpec, layout: Layout, index: int) -> Unit:
     """Return ``unit`` with the shapes that coordinate ``index`` of the tensor axis holds."""
     if layout.tp == 1:
         return unit
-    return replace(unit, tensors=tuple(_local(t, spec, layout, index) for t in unit.tensors))
+    tensors = tuple(_local(t, spec, layout, index) for t in unit.tensors)
+    if not unit.rows:
+        return replace(unit, tensors=tensors)
+    block = next(b for b in spec.blocks if unit.name == f"block {b.index}")
+    held = ((t, _local(t, spec, layout, index)) for t in block.tensors if t.quantised)
+    return replace(unit, tensors=tensors, rows=tuple(row_of(whole, part, spec) for whole, part in held))
 
 
 def _local(tensor: TensorSpec, spec: ModelSpec, layout: Layout, index: int) -> TensorSpec:

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from meshwright.layout.layout import Layout
 from meshwright.model.adapters import base_names
+from meshwright.model.quantised import row_bytes
 from meshwright.model.spec import ModelSpec, TensorSpec
 
 
@@ -17,14 +18,17 @@ class Unit:
 
     Attributes:
         name: "root" or "block 3" (the layer's global index).
-        tensors: real tensors of this stage; a tied head whose embedding lives elsewhere is one of them.
+        tensors: real tensors of this stage; a tied head whose embedding lives elsewhere is one of them. Matrices that
+            are held in 4 bits are not: nothing gathers them, and they have no gradient.
         trainable: for each tensor whether it has a gradient.
+        rows: bytes of each matrix in 4 bits here, in one row; ZeRO-3 cuts and gathers them with the unit.
         experts: whether it holds one mixture's experts, which the expert axis spreads.
     """
 
     name: str
     tensors: tuple[TensorSpec, ...]
     trainable: tuple[bool, ...]
+    rows: tuple[int, ...] = ()
     experts: bool = False
 
     @property
@@ -46,6 +50,10 @@ class Unit:
         """Return the elements with every tensor's dim 0 padded to a multiple of ``num_shards``."""
         tensors = self.trainable_tensors if trainable else self.tensors
         return sum(padded_numel(t.shape, num_shards) for t in tensors)
+
+    def padded_rows(self, num_shards: int) -> int:
+        """Return the bytes of the rows of matrices in 4 bits, each padded to a multiple of ``num_shards``."""
+        return sum(-(-size // num_shards) * num_shards for size in self.rows)
 
     def shard_numel(self, num_shards: int, index: int, *, trainable: bool = False) -> int:
         """Return the elements that shard ``index`` holds, without padding."""
@@ -84,6 +92,12 @@ def frozen_names(spec: ModelSpec, patterns: Sequence[str]) -> frozenset[str]:
     return frozenset(names)
 
 
+def row_of(whole: TensorSpec, held: TensorSpec, spec: ModelSpec) -> int:
+    """Return the bytes of ``held``, all or a part of the matrix ``whole`` in 4 bits, in one row."""
+    assert spec.adapter is not None
+    return row_bytes(held.numel, whole.numel, spec.adapter.double)
+
+
 def stage_layers(layout: Layout, stage: int) -> range:
     """Return the global indices of the layers of ``stage``; the layout's cut must be written as numbers."""
     layers = layout.cut_layers
@@ -107,10 +121,12 @@ def stage_units(spec: ModelSpec, layout: Layout, stage: int, frozen: Sequence[st
     stopped = frozen_names(spec, frozen)
 
     def unit(name: str, tensors: Sequence[TensorSpec]) -> Unit:
+        plain = [t for t in tensors if not t.quantised]
         return Unit(
             name=name,
-            tensors=tuple(tensors),
-            trainable=tuple(t.name not in stopped for t in tensors),
+            tensors=tuple(plain),
+            trainable=tuple(t.name not in stopped for t in plain),
+            rows=tuple(row_of(t, t, spec) for t in tensors if t.quantised),
         )
 
     blocks = [spec.blocks[i] for i in stage_layers(layout, stage)]

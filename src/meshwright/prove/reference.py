@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshwright.model.quantised import quantised_tensors
 from meshwright.model.randomness import draws_alike, drops_probabilities
 from meshwright.model.spec import AdapterSpec, ModelSpec
 from meshwright.parallel.adapters import initial_factor
@@ -92,6 +93,7 @@ def run_reference(
         use_dropout(model, dropout, attends=drops_probabilities(spec))
     frozen = frozen_names(spec, recipe.frozen)
     params = dict(model.named_parameters())
+    _round_to_four_bits(params, spec)
     if recipe.adapter is not None:
         model, params = with_peft(model, spec, recipe.seed)
     for name, p in params.items():
@@ -204,6 +206,19 @@ def with_peft(model: nn.Module, spec: ModelSpec, seed: int) -> tuple[nn.Module, 
                 value = value.new_zeros(params[tensor.name].shape)
             params[tensor.name].data = value.reshape(params[tensor.name].shape)
     return wrapped, params
+
+
+def _round_to_four_bits(params: Mapping[str, Tensor], spec: ModelSpec) -> None:
+    """Give the matrices that ``spec`` holds in 4 bits the values that bitsandbytes makes of them and back, in place."""
+    for tensor in quantised_tensors(spec):
+        from bitsandbytes import functional as bnb  # pyright: ignore[reportMissingImports]
+
+        assert spec.adapter is not None
+        p = params[tensor.name]
+        options = {"compress_statistics": spec.adapter.double, "quant_type": spec.adapter.levels}
+        # As one row: on CPUs bitsandbytes 0.50 unpacks a table wrongly whose rows are no multiples of a block.
+        packed, state = bnb.quantize_4bit(p.detach().float().reshape(-1), blocksize=64, **options)
+        p.data = bnb.dequantize_4bit(packed, state).view(p.shape).to(p.dtype)
 
 
 def _stacked(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:

@@ -86,7 +86,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None], device_type:
     )
     if not draws_alike(spec):
         model.module.eval()
-    placement = check_placement(spec, view, model.params, model.stage_of)
+    placement = check_placement(spec, view, model.placeable(), model.stage_of)
     optimizer = make_optimizer(
         model.trainable(),
         model.decays,
@@ -147,6 +147,8 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None], device_type:
         norms.append(result.grad_norm)
         gradients.append(found)
         weights.append(compare(model.params, "weight", file, rename, model.part))
+        for name, packed in model.packed.items():  # one unpacked at a time
+            weights[-1] |= compare({name: packed.weight(torch.float64)}, "weight", file, rename, model.part)
         order_matches = order_matches and model.executed == _expected_order(plan, view.pp_rank)
     close_optimizer(optimizer)
     model.close()

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from meshwright.layout.batch import MOST_ACTIONS
 from meshwright.layout.check import check_built
+from meshwright.layout.check_quantised import cut_inside_blocks
 from meshwright.layout.layout import Layout
 from meshwright.model.spec import ModelSpec
 from meshwright.schedule.generate import SPLIT, fewest_micro_batches
@@ -29,6 +30,8 @@ def tensor_degrees(spec: ModelSpec, degrees: tuple[int, ...], kv_heads: str | No
         if tp == 1:
             return True
         heads = spec.num_heads % tp == 0 and all(w % tp == 0 for w in widths if w)
+        if heads and cut_inside_blocks(spec, tp) is not None:
+            return False
         if not heads or spec.attention.kind != "gqa":
             return heads
         kv = spec.num_kv_heads

@@ -60,6 +60,7 @@ class Keeper:
     Attributes:
         spikes: the losses that the guard against spikes compares with.
         empty_in_row: steps in a row that had no token with a loss.
+        base: what tells a base in 4 bits from another, which a checkpoint does not hold; "" where there is none.
         finished: steps whose checkpoints have their names since ``news`` was last asked, and what retention removed.
     """
 
@@ -72,6 +73,7 @@ class Keeper:
     scale: LossScale
     rate: Rate
     spikes: Spikes
+    base: str = ""
     empty_in_row: int = 0
     best: Best = field(default_factory=Best)
     finished: list[tuple[int, list[int]]] = field(default_factory=list[tuple[int, list[int]]])
@@ -147,13 +149,14 @@ class Keeper:
             "best": asdict(self.best),
             "recent": {"losses": self.spikes.losses(), "empty_in_row": self.empty_in_row},
             "eval_loss": eval_loss,
+            **({"base": self.base} if self.base else {}),
         }
 
     def resume(self) -> tuple[int, dict[str, Any]]:
         """Load the checkpoint of the task into this rank's part; return the step it was saved after and its ``extra``.
 
         Raises:
-            MeshwrightError: what ``load_checkpoint`` and ``check_resumed`` find.
+            MeshwrightError: what ``load_checkpoint`` and ``check_resumed`` find; E288 for factors of another base.
         """
         path = self.task.resume_from
         assert path is not None
@@ -161,6 +164,10 @@ class Keeper:
             path=path, params=self.params, optimizer=self.optimizer, tied=self.tied, place=self.place
         )
         refuse(check_resumed(extra, self.task))
+        if extra.get("base", "") != self.base:
+            saved, here = (base or "not in 4 bits" for base in (extra.get("base"), self.base))
+            found = f"the checkpoint's base is {saved}, this run's is {here}"
+            refuse([problem("E288", where=str(path), found=found)])
         if isinstance(self.optimizer, OffloadedAdamW):
             self.optimizer.seal()
         saved = extra["loss_scale"]

@@ -22,8 +22,10 @@ from meshwright.layout.ranks import EXPERT_REPLICATE
 from meshwright.mesh.beats import watched
 from meshwright.mesh.device_mesh import build_mesh
 from meshwright.mesh.env import RankFacts, local_address, torchrun_job
+from meshwright.model.quantised import is_quantised
 from meshwright.parallel.apply import ParallelModel, apply_plan, needs_tied_group
 from meshwright.parallel.placement import check_placement
+from meshwright.parallel.quantised import base_digest
 from meshwright.parallel.tied import local
 from meshwright.train.data import RankBatch, eval_batches, rank_batch
 from meshwright.train.deterministic import deterministic
@@ -116,7 +118,7 @@ class _Session:
             matmul=run.run.matmul,
         )
         self.random.attach(self.model)
-        self.placement = check_placement(spec, view, self.model.params, self.model.stage_of)
+        self.placement = check_placement(spec, view, self.model.placeable(), self.model.stage_of)
         check_replicas(self.model)
         self.optimizer = make_optimizer(
             self.model.trainable(),
@@ -146,6 +148,7 @@ class _Session:
             scale=self.scale,
             rate=self.rate,
             spikes=Spikes(run.guards.spike),
+            base=base_digest(self.model.packed, plan.world_size) if is_quantised(spec) else "",
         )
         self.stragglers = Stragglers(run.guards.straggler)
         job = torchrun_job()
@@ -497,7 +500,11 @@ def check_replicas(model: ParallelModel) -> None:
     """
     spread = model.experts.tensors if model.experts is not None else {}
     for axis in ("dp_replicate", EXPERT_REPLICATE):
-        params = {n: p for n, p in model.params.items() if (n in spread) == (axis == EXPERT_REPLICATE)}
+        params: dict[str, Tensor] = {
+            n: p for n, p in model.params.items() if (n in spread) == (axis == EXPERT_REPLICATE)
+        }
+        if axis != EXPERT_REPLICATE:
+            params |= {n: p.held for n, p in model.packed.items()}
         if axis in model.view.groups and params:
             _refuse_unequal(params, model.view.groups[axis], axis, model.view.device)
 

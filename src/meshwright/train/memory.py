@@ -67,7 +67,8 @@ def state_tensors(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dic
     if isinstance(optimizer, OffloadedAdamW):
         away = optimizer.homes
         state = [t for s in optimizer.state.values() for k, t in s.items() if k not in ENTRIES]
-    values: list[Tensor] = list(model.params.values())
+    rows = (packed.row for packed in model.packed.values())
+    values: list[Tensor] = [*model.params.values(), *(row for row in rows if row is not None)]
     if parameters_away(model.plan.layout):
         away, state = [*model.away(), *away, *state], []
         values = [t for e in model.engines.values() if isinstance(e, Away) for t in e.visits()]

@@ -1,4 +1,4 @@
-"""Codes about adapters, offload and compiled blocks (E271-E285, E292)."""
+"""Codes about adapters, offload and compiled blocks (E271-E288, E292)."""
 
 from __future__ import annotations
 
@@ -44,13 +44,66 @@ next to each other, with biases. Adapters of its attention run on every axis; th
     CodeInfo(
         code="E272",
         title="A base in 4 bits cannot run here",
+        kind="world",
+        why="QLoRA packs and unpacks the frozen weights with bitsandbytes' kernels, for the device that trains",
+        needs="bitsandbytes 0.50 or newer, built for this machine",
+        do="pip install 'meshwright[quantised]', or kind = lora (with zero=3 the ranks share the frozen weights)",
+        page="""QLoRA holds the matrices of the blocks in 4 bits and unpacks one at a time when it is multiplied with. The
+package that does it is an extra of its own, because only such runs need it. What is missing is named: the package, or
+its library for this machine's device. LoRA with zero=3 needs storage / dp bytes per frozen weight and no gradient or
+optimizer state for them.""",
+    ),
+    CodeInfo(
+        code="E282",
+        title="The tensor axis would cut inside a 4-bit block",
+        kind="math",
+        why="64 neighbouring weights share a scale, so ranks that share a block would each need all of it",
+        needs="begin and size of every part a multiple of 64 weights",
+        do="a smaller tp, or dp and pp",
+        page="""A matrix in 4 bits is taken in blocks of 64 weights along its rows as they are stored. It is packed whole
+and then cut, so that every layout holds the same base. A cut between rows falls on a border when the row length times
+the rows of a part is a multiple of 64; a cut inside rows when both the row and the part of it are.""",
+    ),
+    CodeInfo(
+        code="E283",
+        title="This does not run with a base in 4 bits",
         kind="code",
-        why="QLoRA keeps the frozen weights in 4 bits through bitsandbytes, which is not among the locked packages",
-        needs="kind = lora",
-        do="kind = lora with zero=3, which cuts the frozen weights over the ranks",
-        page="""QLoRA stores the base in 4-bit blocks and unpacks them in every forward. The package that does it is not
-among the versions this program is tested with, so nothing could be proved about it. LoRA under zero=3 needs
-storage / dp bytes per frozen weight and no gradient or optimizer state for them.""",
+        why="a matrix in 4 bits is unpacked by a call of bitsandbytes, and nothing brings it from elsewhere so far",
+        needs="compile=off, offload=none | optimizer | optimizer-nvme",
+        do="the nearest one that runs, as the line says",
+        page="""Unpacking is a call of bitsandbytes that compiled blocks would have to leave out. Parameters that rest in
+host memory or files are whole numbers of the storage dtype; packed bytes stay on the device, where zero = 3 cuts them
+over the ranks.""",
+    ),
+    CodeInfo(
+        code="E284",
+        title="A mixture's experts are not held in 4 bits",
+        kind="code",
+        why="they are most of the model, and would stay as they are",
+        needs="a model without experts, or kind = lora",
+        do="kind = lora with zero=3 or ep, which cut the experts over the ranks",
+        page="""transformers stacks all experts of a mixture in one tensor, which is multiplied by groups of rows.
+Packing it expert by expert is not built; with the attention alone in 4 bits the memory would hardly change.""",
+    ),
+    CodeInfo(
+        code="E287",
+        title="The checkpoint holds no base to merge with or compare",
+        kind="input",
+        why="a run on a base in 4 bits saves what trains; its base is packed again from the model's own weights",
+        needs="export without --merge-adapter and --check-logits",
+        do="export the adapter, and load it with peft beside the model in the precision that you want",
+        page="""The factors were trained beside the rounded weights. They load beside the model's full-precision weights
+(the usual way) or beside weights that bitsandbytes rounds again in the same way.""",
+    ),
+    CodeInfo(
+        code="E288",
+        title="The checkpoint was trained beside another base",
+        kind="input",
+        why="factors that were trained beside other weights would go on from a model that never was",
+        needs="the weights (model.weights, or run.seed of random ones) and the settings of the first run",
+        do="name the same weights, or begin a new run",
+        page="""A checkpoint of a run on a base in 4 bits does not hold the base, but a sum over the packed bytes of each
+matrix. A run that goes on packs its base again and compares.""",
     ),
     CodeInfo(
         code="E273",
@@ -67,10 +120,10 @@ adapter need it.""",
         title="The adapter's text cannot be read",
         kind="input",
         why="the rank decides what is trained",
-        needs="lora:RANK or lora:RANK:ALPHA, RANK from 1 to 65,536, ALPHA above 0 and below 1,000,000,000",
+        needs="lora:RANK[:ALPHA] or qlora:RANK[:ALPHA], RANK from 1 to 65,536, ALPHA above 0 and below 1,000,000,000",
         do="for instance lora:8, or lora:8:16",
-        page="""The product of the two factors is scaled by alpha / rank. Without ALPHA it is twice the rank. Targets
-can be named in the run file only (adapter.targets).""",
+        page="""The product of the two factors is scaled by alpha / rank. Without ALPHA it is twice the rank. Targets,
+and the levels of a base in 4 bits, can be named in the run file only (adapter.targets, adapter.levels).""",
     ),
     CodeInfo(
         code="E275",
