@@ -248,7 +248,7 @@ def test_the_fine_tuning_table():
             "7B QLoRA": 4.4,  # one 8 GB card, with recompute
             "7B full": 47.2,  # four 80 GB cards, not four of 40
             "70B LoRA": 35.2,  # four 80 GB cards
-            "70B QLoRA": 19.6,  # not two 24 GB cards: embedding, head and factors in float32 and a block's gather come on top
+            "70B QLoRA": 19.6,  # not two 24 GB cards: float32 embedding, head and factors come on top
             "70B full": 69.0,  # sixteen 80 GB cards hold the state and little else
         }
     )
