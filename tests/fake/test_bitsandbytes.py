@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from meshwright.base.errors import ExitCode, MeshwrightError
+from meshwright.layout.parse import parse_layout
 from meshwright.model.adapters import adapted, make_adapter
 from meshwright.model.quantised import held_bytes
 from meshwright.model.read_hf import read_model
 from meshwright.orchestrate.proving import prove_command
+from meshwright.orchestrate.trying import run_steps
 from meshwright.parallel import quantised
 from meshwright.parallel.quantised import Packed, missing_bitsandbytes, pack, packed_matrices
+from meshwright.program.make import make_plan
 
 TINY = "recipes/models/tiny-llama"
 KINDS = [("nf4", True), ("nf4", False), ("fp4", True), ("fp4", False)]
@@ -43,6 +46,9 @@ def test_a_missing_package_is_named_before_anything_starts(monkeypatch):
         prove_command(None, model=TINY, layout="dp=2", adapter="qlora:4", device="cpu")
     assert [p.code for p in error.value.problems] == ["E272"]
     assert error.value.exit_code == ExitCode.BAD_INPUT
+    with pytest.raises(MeshwrightError) as error:
+        run_steps(make_plan(spec, parse_layout("dp=2"), 4, 32, TINY), 1)
+    assert [p.code for p in error.value.problems] == ["E272"]
 
 
 @pytest.mark.parametrize("fails", [RuntimeError("no kernel image"), None])

@@ -28,6 +28,7 @@ from meshwright.model.spec import ModelSpec
 from meshwright.orchestrate.machine import machine_fingerprint
 from meshwright.orchestrate.told_apart import measured, stolen_share, terms
 from meshwright.orchestrate.training import threads_of_rank
+from meshwright.parallel.quantised import missing_bitsandbytes
 from meshwright.probe.steps import WARM_STEPS, RankSteps, StepsTask, steps_rank
 from meshwright.program.make import make_plan
 from meshwright.program.plan import Plan, plan_spec
@@ -113,17 +114,19 @@ def run_steps(plan: Plan, steps: int, show: Show | None = None) -> list[RankStep
     """Return what each rank measured of a few steps of ``plan`` on local ranks.
 
     Raises:
-        MeshwrightError: what building or running it raises, or E51x for lost ranks.
+        MeshwrightError: what building or running it raises, E51x for lost ranks, E272 without bitsandbytes.
     """
     predicted = plan.prediction.step_time_s if plan.prediction is not None else 1.0
     spec = plan_spec(plan)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    refuse(missing_bitsandbytes(spec, device))
     with tempfile.TemporaryDirectory(prefix="meshwright-try-") as folder:
         task = StepsTask(plan=plan, spec=spec, steps=steps, offload_dir=Path(folder))
         results = run_local(
             steps_rank,
             plan.world_size,
             task,
-            device="cuda" if torch.cuda.is_available() else "cpu",
+            device=device,
             on_line=show,
             preload=MODEL_CODE if spec.adapter is None else (*MODEL_CODE, "peft"),
             threads=threads_of_rank(plan.world_size),
