@@ -142,11 +142,12 @@ def test_all_that_is_wrong_is_said_at_once(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write to")
-def test_a_run_folder_that_cannot_be_made_is_the_environment(folder: Path) -> None:
+def test_a_run_folder_that_cannot_be_made_is_refused_by_a_dry_run_too(folder: Path) -> None:
     run = resolve(load_run(str(folder / "run.yaml"), ["run.dir=/proc/out"]), layout="dp=2,precision=fp32")
     with pytest.raises(MeshwrightError, match="E813") as caught:
-        train_command(run, layout="dp=2,precision=fp32", show=lambda line: None)
-    assert caught.value.exit_code == ExitCode.ENVIRONMENT
+        train_command(run, layout="dp=2,precision=fp32", dry_run=True, show=lambda line: None)
+    assert caught.value.exit_code == ExitCode.BAD_INPUT
+    assert [p.name for p in folder.iterdir() if p.name.startswith(".meshwright")] == []
 
 
 def test_two_runs_never_share_a_folder(folder: Path) -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import types
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,7 @@ def test_help_is_light_and_plan_needs_no_torch() -> None:
     script = """
 import sys
 import time
+import tomllib
 from meshwright.cli.main import run
 run(["--help"])
 heavy = {"torch", "transformers", "pydantic", "numpy", "scipy", "rich", "yaml"} & set(sys.modules)
@@ -429,3 +431,20 @@ def test_progress_that_nobody_reads_is_no_error() -> None:
     done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"went on")
+
+
+def test_ctrl_c_while_the_program_is_loaded_is_one_line() -> None:
+    """The console script's target loads nothing before it can answer Ctrl-C."""
+    target = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["meshwright"]
+    module, function = target.split(":")
+    code = (
+        "import sys\n"
+        "class Pressed:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Pressed())\n"
+        f"from {module} import {function} as main\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "meshwright: interrupted\n")

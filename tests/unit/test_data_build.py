@@ -117,7 +117,7 @@ def test_a_killed_build_goes_on_and_ends_the_same(source: Path, tmp_path: Path, 
     again = build(source, out, tmp_path / "tok")
     assert manifest(out) == manifest(tmp_path / "whole")
     assert again.hash == unbroken.hash
-    assert verify_documents(out) == []
+    assert verify_documents(out)[1] == []
     assert {n: t for n, t in kept.items() if (out / "records" / n).stat().st_mtime_ns != t} == {}
 
 
@@ -127,13 +127,45 @@ def test_damage_is_named(source: Path, tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[5] ^= 1
     file.write_bytes(bytes(content))
-    assert [item["file"] for item in verify_documents(tmp_path / "out")] == ["shard-00002.tokens"]
+    assert [item["file"] for item in verify_documents(tmp_path / "out")[1]] == ["shard-00002.tokens"]
     assert meshwright(["data", "verify", str(tmp_path / "out"), "--json"]) == 1
     file.write_bytes(bytes(content[:-2]))
     found = refusal(lambda: open_documents(tmp_path / "out"))
     assert (found.code, found.where) == ("E650", str(file))
+    assert "the manifest says" in verify_documents(tmp_path / "out")[1][0]["why"]
+    assert (
+        meshwright(["data", "verify", str(tmp_path / "out"), "--json"]) == 1
+    )  # it ran, and the answer is no
     build(source, tmp_path / "out", tmp_path / "tok")  # the shard that is too short is built again
-    assert verify_documents(tmp_path / "out") == []
+    assert verify_documents(tmp_path / "out")[1] == []
+    (tmp_path / "out" / "manifest.json").write_text("{")
+    assert meshwright(["data", "verify", str(tmp_path / "out")]) == 1
+    (tmp_path / "out" / "manifest.json").unlink()
+    assert meshwright(["data", "verify", str(tmp_path / "out")]) == 1
+    assert meshwright(["data", "verify", str(tmp_path / "tok")]) == 2
+
+
+def test_what_was_typed_is_named(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run file's key says nothing to one who wrote a path on the command line."""
+    (tmp_path / "empty").mkdir()
+    for path in ("nope", str(tmp_path / "empty")):
+        command = [
+            "data",
+            "build",
+            path,
+            "--out",
+            str(tmp_path / "new"),
+            "--tokenizer",
+            str(tmp_path / "tok"),
+        ]
+        assert meshwright(command) == 2
+        told = capsys.readouterr().err
+        assert f"PATH {path}" in told
+        assert "data." not in told
+    assert meshwright(["data", "build", "nope", "--out", str(tmp_path / "new"), "--tokenizer", "none"]) == 2
+    told = capsys.readouterr().err
+    assert "PATH nope" in told
+    assert "--tokenizer none" in told
 
 
 def test_a_manifest_cannot_reach_out_of_its_folder(source: Path, tmp_path: Path) -> None:

@@ -203,6 +203,63 @@ def test_wrong_values(change: dict[str, Any], field: str) -> None:
     assert field in found["E123"]
 
 
+NAN, INF = float("nan"), float("inf")
+YARN = {"rope_type": "yarn", "factor": 2.0}
+SEVERAL = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": -1.0}}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"rms_norm_eps": 0}, "rms_norm_eps"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+        ({"rms_norm_eps": NAN}, "rms_norm_eps"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
+        ({"layer_norm_epsilon": INF}, "layer_norm_epsilon"),
+        ({"rope_theta": -10000.0}, "rope_theta"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"initializer_range": -0.02}, "initializer_range"),
+        ({"attention_dropout": NAN}, "attention_dropout"),
+        ({"rope_scaling": YARN | {"factor": 0}}, "rope_scaling.factor"),
+        ({"rope_parameters": YARN | {"factor": NAN}}, "rope_parameters.factor"),
+        ({"rope_parameters": YARN | {"partial_rotary_factor": 1.5}}, "rope_parameters.partial_rotary_factor"),
+        ({"rope_parameters": SEVERAL}, "rope_parameters.sliding_attention.rope_theta"),
+        (
+            {"rope_scaling": {"short_factor": [1.0, 0.0], "long_factor": [1.0, 2.0]}},
+            "rope_scaling.short_factor",
+        ),
+        (
+            {"rope_scaling": {"low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+            "rope_scaling.high_freq_factor",
+        ),
+        ({"rope_scaling": {"original_max_position_embeddings": 0}}, "rope_scaling.original_max"),
+    ],
+)
+def test_numbers_that_would_be_nan_some_steps_later(change: dict[str, Any], field: str) -> None:
+    found = problems(LLAMA | change)
+    assert set(found) == {"E123"}
+    assert f"tiny: {field}" in found["E123"]
+
+
+def test_numbers_that_can_be() -> None:
+    rope = YARN | {
+        "attention_factor": None,
+        "beta_fast": 32,
+        "rope_theta": 5e5,
+        "original_max_position_embeddings": 8,
+    }
+    fine = {
+        "rope_parameters": rope,
+        "initializer_range": 0,
+        "rope_theta": None,
+        "final_logit_softcapping": 0.0,
+    }
+    spec_from_config(LLAMA | fine, "tiny")  # a cap says nothing to a Llama
+    gemma = LLAMA | {"model_type": "gemma2", "head_dim": 4, "final_logit_softcapping": 0.0}
+    assert "final_logit_softcapping" in problems(gemma)["E123"]
+    assert problems(LLAMA | {"head_dim": 0})["E123"].count("E123  ") == 1
+
+
 def test_wrong_values_of_mixtures_and_lists() -> None:
     moe = LLAMA | {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 4}
     assert "num_experts_per_tok" in problems(moe)["E123"]

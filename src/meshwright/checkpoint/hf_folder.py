@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -108,8 +109,9 @@ def write_folder(
 
 
 def arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of config.json that transformers takes as arguments of a config."""
-    return {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype", "model_type", "auto_map")}
+    """Return the keys of config.json that transformers takes as arguments of a config, as a copy of its own."""
+    left_out = ("torch_dtype", "dtype", "model_type", "auto_map")
+    return copy.deepcopy({k: v for k, v in config.items() if k not in left_out})
 
 
 def meta_model(config: Mapping[str, Any]) -> nn.Module:

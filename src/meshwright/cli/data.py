@@ -118,6 +118,7 @@ def verify(folder: Folder, as_json: Json = False) -> None:
         print(f"{result['path']}: intact, {result['files']} files")
     else:
         for item in result["damaged"]:
-            print(f"damaged: {item['file']} (from {item['source']}): {item['why']}")
+            origin = f" (from {item['source']})" if item["source"] else ""
+            print(f"damaged: {item['file']}{origin}: {item['why']}")
     if not result["ok"]:
         raise typer.Exit(int(ExitCode.NO))

@@ -13,6 +13,7 @@ from meshwright.model import catalogue
 from meshwright.model.activations import always_unfused
 from meshwright.model.families import BY_ARCHITECTURE, BY_MODEL_TYPE, Family
 from meshwright.model.fields import Fields
+from meshwright.model.numbers import note_impossible_numbers
 from meshwright.model.spec import ModelSpec
 
 MANY_LAYERS = 40
@@ -108,6 +109,7 @@ def spec_from_config(config: Mapping[str, Any], name: str, source: str = "") -> 
     part = inner if inner is not None and nested else config
     family = _family(part, config, name)
     fields = Fields(part, name)
+    note_impossible_numbers(fields, family.name)
     spec = family.build(fields, family, source)
     return replace(spec, flags=_flags(spec, config, nested))
 

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -18,15 +19,29 @@ from meshwright.program.plan import Plan
 
 def unwritable(folder: Path) -> list[Problem]:
     """Return E813 when the run folder, or the nearest folder above it that exists, cannot take files."""
+    found = refuses_files(folder)
+    return [problem("E813", where=f"run.dir={folder}", found=found)] if found else []
+
+
+def refuses_files(folder: Path) -> str:
+    """Return why no file can be made in a folder, or in the nearest one above it that exists; "" where one can.
+
+    A folder is made there and removed again: permissions say nothing about a file system that makes no files (/proc),
+    nor about a disk without room for a name.
+    """
+    there: Path | None = None
     try:
         there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
         if not there.is_dir():
-            return [problem("E813", where=f"run.dir={folder}", found=f"{there} is a file, not a folder")]
+            return f"{there} is a file, not a folder"
         if not os.access(there, os.W_OK | os.X_OK):
-            return [problem("E813", where=f"run.dir={folder}", found=f"no permission to write in {there}")]
-    except (OSError, ValueError) as error:
-        return [problem("E813", where=f"run.dir={folder}", found=str(error))]
-    return []
+            return f"no permission to write in {there}"
+        os.rmdir(tempfile.mkdtemp(prefix=".meshwright-", dir=there))
+    except OSError as error:
+        return f"nothing can be made in {there}: {error.strerror or error}" if there else str(error)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def make_folder(folder: Path) -> None:
@@ -130,8 +145,5 @@ def offload_problems(run: Any, plan: Plan, folder: Path) -> list[Problem]:
     if not plan.layout.offload.endswith("-nvme"):
         return []
     target = offload_dir(run, folder)
-    nearest = next((p for p in (target, *target.parents) if p.exists()), Path("/"))
-    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
-        return []
-    what = "cannot be written" if nearest.is_dir() else "is no folder"
-    return [problem("E278", where="run.offload_dir", found=f"{target}: {nearest} {what}")]
+    found = refuses_files(target)
+    return [problem("E278", where="run.offload_dir", found=f"{target}: {found}")] if found else []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from meshwright.program import units
 
 ROUTER_LOSS = ("mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss")
 """Model types whose router loss is built (see ``parallel.router_loss``)."""
+
+OUTPUTS: Final = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
+"""What the step reads of a model's answer, whatever the config says: hidden states by name, and nothing kept beside."""
 
 
 def config_problems(config: Mapping[str, Any]) -> list[Problem]:
@@ -66,6 +70,7 @@ def build_model(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     keys = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype", "model_type", "auto_map")}
+    keys = copy.deepcopy(keys) | OUTPUTS  # transformers completes nested values in place
     try:
         hf_config = AutoConfig.for_model(config["model_type"], **keys)
         torch.manual_seed(seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from meshwright.model.families.pieces import Family, assemble, gqa, llama_block, read_decoder
 from meshwright.model.fields import Fields
 from meshwright.model.spec import ModelSpec
@@ -13,7 +15,7 @@ def build(fields: Fields, family: Family, source: str) -> ModelSpec:
     attention_bias = fields.flag("attention_bias", default=False)
     mlp_bias = fields.flag("mlp_bias", default=False)
     scaling = fields.config.get("logits_scaling", 1.0)
-    if isinstance(scaling, bool) or not isinstance(scaling, int | float) or not scaling > 0:
+    if isinstance(scaling, bool) or not isinstance(scaling, int | float) or not 0 < scaling < math.inf:
         fields.wrong("logits_scaling", f"{scaling!r}", "a number above 0: logits are divided by it")
     fields.refuse()
     blocks = [

@@ -129,7 +129,7 @@ def _head_dim(fields: Fields, hidden: int, heads: int, default: int | None, own:
         given = hidden // heads
         if not fields.good("hidden_size", "num_attention_heads"):
             return 2
-    if given % 2:
+    if fields.good("head_dim") and given % 2:
         fields.wrong("head_dim", f"{given}", "an even size: rotary positions turn pairs")
     return given
 

@@ -173,6 +173,20 @@ def open_documents(folder: Path) -> Documents:
     Raises:
         MeshwrightError: E650 for an incomplete or damaged folder, with the file.
     """
+    documents = described_documents(folder)
+    for shard in documents.shards:
+        for file, size, _ in shard.files:
+            if why := _other_length(folder / file, size):
+                raise MeshwrightError(problem("E650", where=str(folder / file), found=f"{file}: {why}"))
+    return documents
+
+
+def described_documents(folder: Path) -> Documents:
+    """Return the documents of a folder as its manifest describes them, whatever its other files are.
+
+    Raises:
+        MeshwrightError: E650 without a manifest, or with one that cannot be.
+    """
     where = str(folder)
     try:
         held = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -208,32 +222,41 @@ def open_documents(folder: Path) -> Documents:
     except (OSError, ValueError, KeyError, TypeError) as error:
         found = f"{MANIFEST}: {type(error).__name__}: {error}"
         raise MeshwrightError(problem("E650", where=where, found=found)) from error
-    for shard in shards:
-        for file, size, _ in shard.files:
-            if Path(file).name != file:
-                raise MeshwrightError(problem("E650", where=where, found=f"{file!r} is not a file name"))
-            there = (folder / file).stat().st_size if (folder / file).is_file() else None
-            if there != size:
-                found = (
-                    f"{file} has {'no file' if there is None else f'{there} bytes'}, the manifest says {size}"
-                )
-                raise MeshwrightError(problem("E650", where=str(folder / file), found=found))
+    for file in (file for shard in shards for file, _, _ in shard.files):
+        if Path(file).name != file:
+            raise MeshwrightError(problem("E650", where=where, found=f"{file!r} is not a file name"))
     return documents
 
 
-def verify_documents(folder: Path) -> list[dict[str, str]]:
-    """Return the files whose content is not what the manifest says; reads every byte.
+def verify_documents(folder: Path) -> tuple[int, list[dict[str, str]]]:
+    """Return the number of files, and those that are not what the manifest says; reads every byte.
 
     Raises:
-        MeshwrightError: E650 as ``open_documents``.
+        MeshwrightError: E650 without a manifest that can be read.
     """
-    documents = open_documents(folder)
+    shards = described_documents(folder).shards
     damaged: list[dict[str, str]] = []
-    for shard in documents.shards:
-        for file, _, digest in shard.files:
-            if file_hash(folder / file) != digest:
-                damaged.append({"file": file, "why": "SHA-256 differs", "source": shard.source})
-    return damaged
+    for shard in shards:
+        for file, size, digest in shard.files:
+            if why := _other_than(folder / file, size, digest):
+                damaged.append({"file": file, "why": why, "source": shard.source})
+    return sum(len(shard.files) for shard in shards), damaged
+
+
+def _other_than(file: Path, size: int, digest: str) -> str:
+    """Return what is wrong with a file; "" when nothing is."""
+    try:
+        return _other_length(file, size) or ("" if file_hash(file) == digest else "SHA-256 differs")
+    except OSError as error:
+        return f"it cannot be read: {error.strerror or error}"
+
+
+def _other_length(file: Path, size: int) -> str:
+    """Return what is wrong with the length of a file; "" when nothing is."""
+    there = file.stat().st_size if file.is_file() else None
+    if there == size:
+        return ""
+    return f"{'no file' if there is None else f'{there} bytes'}, the manifest says {size}"
 
 
 def file_hash(path: Path) -> str:
