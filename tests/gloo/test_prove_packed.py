@@ -88,15 +88,13 @@ def test_packed_rows_with_experts(pool: Any, layout: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("layout", ["cp=2", "cp=2,cp_style=ulysses,zero=3"])
 @pytest.mark.parametrize("dropped", [0.0, 0.2])
-def test_lower_precision(
-    pool: Any, layout: str, precision: str, dropped: float, request: pytest.FixtureRequest
-) -> None:
-    if (precision, dropped, "ulysses" in layout) == ("fp32", 0.2, True):
-        # A key's bias has no gradient in exact arithmetic, and Adam makes whole steps of its rounding noise: here the
-        # noise of one device's two orders, which the bound comes from, is by chance a quarter of what it is elsewhere.
-        request.applymarker(pytest.mark.xfail(reason="loss 5.4e-7 apart, bound 4.4e-7", strict=False))
+def test_lower_precision(pool: Any, layout: str, precision: str, dropped: float) -> None:
+    """A key's bias has no gradient in exact arithmetic, and Adam makes steps of its rounding noise: it is left out."""
     config = GPT2 | {"resid_pdrop": dropped, "attn_pdrop": dropped}
-    proven(pool, layout, config=config, packed=True, precision=precision)
+    result = proven(pool, layout, config=config, packed=True, precision=precision)
+    assert result["weights"]["not_compared"] == [
+        f"transformer.h.{i}.attn.c_attn.bias (32 of 96 entries)" for i in range(2)
+    ]
 
 
 @pytest.mark.slow

@@ -1,17 +1,19 @@
 """The one-device reference: a plain PyTorch loop over the user's model, sharing no code with the runtime.
 
 What it leaves behind, per step: the loss, the gradient norm, every raw gradient and every updated weight, as a
-safetensors file that the ranks map into memory and compare their own shards with.
+safetensors file that the ranks map into memory and compare their own shards with. Beside them, in float64, which entries
+of a tensor have had no gradient but rounding so far.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -40,11 +42,15 @@ class Reference:
     """What one device computed.
 
     Attributes:
-        folder: holds ``step-K.safetensors`` with "gradient/NAME" and "weight/NAME".
+        folder: holds ``step-K.safetensors`` with "gradient/NAME", "weight/NAME" and, where a tensor has such entries,
+            "rounding/NAME": True where its gradient was rounding alone at every step so far.
         losses: loss per step.
         norms: gradient norm per step, before clipping.
         gradient_max: per step, the largest absolute gradient of each tensor.
         weight_max: per step, the largest absolute weight of each tensor.
+        reordered: per step, the loss with its tokens summed in other orders in float32; empty in float64.
+        rounding: by tensor that has such, the number of entries whose gradient was rounding alone at every step, and of
+            all entries; float64 only.
     """
 
     folder: str
@@ -52,6 +58,8 @@ class Reference:
     norms: tuple[float, ...]
     gradient_max: tuple[dict[str, float], ...]
     weight_max: tuple[dict[str, float], ...]
+    reordered: tuple[tuple[float, ...], ...] = ()
+    rounding: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +77,8 @@ class Recipe:
     adapter: AdapterSpec | None = None
     device: str = "cpu"
     reverse_rows: bool = False
-    """Take the rows of the batch in reverse order: the control that shows what summation order alone does."""
+    """Take the rows of the batch in reverse order: the control that shows what summation order alone does. Of two parts
+    that are added either order is the same sum, so then all rows are taken at once."""
 
 
 def run_reference(
@@ -105,6 +114,8 @@ def run_reference(
     coefficient = getattr(model, "router_aux_loss_coef", 0.0)
     autocast = recipe.precision in ("bf16", "fp16")
     losses: list[float] = []
+    reordered: list[tuple[float, ...]] = []
+    rounding: dict[str, Tensor] | None = None
     norms: list[float] = []
     gradient_max: list[dict[str, float]] = []
     weight_max: list[dict[str, float]] = []
@@ -118,7 +129,10 @@ def run_reference(
         valid = int((labels_GT != -100).sum())
         # The routers' term is one of each sequence: transformers' own number of a batch of one.
         rows = 1 if routed else recipe.rows_at_once
+        if recipe.reverse_rows and not routed and len(rows_G.split(rows)) == 2:
+            rows = len(rows_G)
         loss = 0.0
+        tokens: list[Tensor] = []
         for rows_B in rows_G.split(rows):
             x_BT, y_BT = inputs_GT[rows_B], labels_GT[rows_B]
             # Positions that begin again, without a mask: transformers keeps documents apart.
@@ -133,9 +147,11 @@ def run_reference(
             with context:
                 out = model(input_ids=x_BT, use_cache=False, **packed, **routed)
             logits_BTV = out.logits if fp64 else out.logits.float()
-            part = F.cross_entropy(
-                logits_BTV.flatten(0, 1), y_BT.flatten(), ignore_index=-100, reduction="sum"
+            token_losses = F.cross_entropy(
+                logits_BTV.flatten(0, 1), y_BT.flatten(), ignore_index=-100, reduction="none"
             )
+            part = token_losses.sum()
+            tokens.append(token_losses.detach()[y_BT.flatten() != -100].cpu())
             if routed:
                 part = part + coefficient * out.aux_loss * (y_BT != -100).sum()
             (part / valid).backward()
@@ -143,8 +159,14 @@ def run_reference(
         gradients = {n: _gradient(p) for n, p in trainable.items()}
         norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt().item()
         losses.append(loss)
+        reordered.append(
+            () if fp64 else tuple(loss + off / valid for off in _order_errors(torch.cat(tokens)))
+        )
         norms.append(norm)
         kept = {f"gradient/{n}": _stacked(n, g, stacked).clone().cpu() for n, g in gradients.items()}
+        if fp64:
+            rounding = _rounding_alone({n: kept[f"gradient/{n}"] for n in gradients}, rounding)
+            kept |= {f"rounding/{n}": mask for n, mask in rounding.items()}
         if recipe.max_norm is not None and norm > recipe.max_norm:
             for g in gradients.values():
                 g.mul_(recipe.max_norm / norm)
@@ -163,7 +185,50 @@ def run_reference(
         norms=tuple(norms),
         gradient_max=tuple(gradient_max),
         weight_max=tuple(weight_max),
+        reordered=tuple(reordered),
+        rounding={n: (int(mask.sum()), mask.numel()) for n, mask in (rounding or {}).items()},
     )
+
+
+NOISE = 1e-12
+"""Share of the largest gradient below which an entry's gradient is rounding (a key's bias, with learned positions)."""
+
+
+def _rounding_alone(
+    gradients: Mapping[str, Tensor], before: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """Return by name, where there are any, the entries whose gradient is rounding alone, now and ``before``.
+
+    An entry of exactly 0 (a token that no row holds) is none of them, but for a bias beside others that are: there 0 is what
+    rounding left by chance.
+    """
+    largest = max((g.abs().max().item() for g in gradients.values() if g.numel()), default=0.0)
+    found: dict[str, Tensor] = {}
+    for name in gradients if before is None else before:
+        g = gradients[name].abs()
+        small = g <= NOISE * largest
+        mask = small & (g > 0)
+        if g.ndim == 1 and mask.any():
+            mask = small
+        if before is not None:
+            mask &= before[name]
+        if mask.any():
+            found[name] = mask
+    return found
+
+
+ORDERS = 8
+"""Orders of summation in which a low precision's loss is looked at."""
+
+
+def _order_errors(token_losses_N: Tensor) -> list[float]:
+    """Return how far sums of the tokens' losses in float32, one after the other in ``ORDERS`` orders, are from exact."""
+    values = token_losses_N.float().numpy()
+    exact = float(values.astype(np.float64).sum())
+    draw = np.random.default_rng(0)
+    return [
+        float(np.add.accumulate(draw.permutation(values))[-1]) - exact for _ in range(ORDERS) if len(values)
+    ]
 
 
 def with_peft(model: nn.Module, spec: ModelSpec, seed: int) -> tuple[nn.Module, dict[str, nn.Parameter]]:

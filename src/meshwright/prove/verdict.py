@@ -21,9 +21,6 @@ FP64 = {"loss": 1e-10, "gradients": 1e-10, "grad_norm": 1e-10, "weights": 1e-9}
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """Unit roundoff of the compute precision: what one rounding of a logit does to the loss, relative."""
 
-NOISE = 1e-12
-"""Share of the largest gradient below which a tensor's gradient is rounding (a key's bias, with learned positions)."""
-
 SLACK = 4.0
 """In a lower precision a layout may be this many times as far from float64 as one device is."""
 
@@ -68,11 +65,7 @@ def verdict(
     gradient_steps = [merge_ranks([p.gradients[k] for p in proofs]) for k in range(steps)]
     weight_steps = [merge_ranks([p.weights[k] for p in proofs]) for k in range(steps)]
     gradients = [relative(d, reference.gradient_max[k], tied) for k, d in enumerate(gradient_steps)]
-    noise = _rounding_alone(reference) if plan.layout.precision == "fp64" else ()
-    weights = [
-        relative({n: w for n, w in d.items() if n not in noise}, reference.weight_max[k], tied)
-        for k, d in enumerate(weight_steps)
-    ]
+    weights = [relative(d, reference.weight_max[k], tied) for k, d in enumerate(weight_steps)]
     worst_gradient, worst_weight = worst_of(gradients), worst_of(weights)
     missing = sorted({name for p in proofs for name in p.missing})
     ledger = ledger_verdict(proofs)
@@ -110,7 +103,7 @@ def verdict(
         "weights": {
             "max_rel_diff": worst_weight["rel_diff"] if worst_weight else math.inf,
             "worst": worst_weight,
-            "not_compared": list(noise),
+            "not_compared": _not_compared(reference),
         },
         "tolerance": dict(tolerance),
         "sentinel": guess,
@@ -120,21 +113,12 @@ def verdict(
     }
 
 
-def _rounding_alone(reference: Reference) -> tuple[str, ...]:
-    """Return the tensors whose gradient on one device is rounding alone, at every step.
-
-    Their gradients are compared like all others; their weights are not: Adam divides a gradient by its own size, so that
-    two orders of summation take steps that have nothing in common.
-    """
-    largest = [max(step.values(), default=0.0) for step in reference.gradient_max]
-    names = reference.gradient_max[0] if reference.gradient_max else {}
-    return tuple(
-        n
-        for n in names
-        if all(
-            0 < step[n] <= NOISE * most for step, most in zip(reference.gradient_max, largest, strict=True)
-        )
-    )
+def _not_compared(reference: Reference) -> list[str]:
+    """Return the tensors with entries whose gradient on one device is rounding alone, and how many where not all are."""
+    return [
+        name if count == whole else f"{name} ({count} of {whole} entries)"
+        for name, (count, whole) in reference.rounding.items()
+    ]
 
 
 def simulated_verdict(plan: Plan, found: Mapping[str, Any], tolerance: Mapping[str, Any]) -> dict[str, Any]:
