@@ -9,6 +9,9 @@ from meshwright.base.errors import Problem, problem
 from meshwright.schedule.actions import COMPUTE, Action, ActionKind, Schedule
 from meshwright.schedule.order import play
 
+MOST_CELLS = 1_000_000
+"""Schedules that would need more cells, and have fewer than half of them, are not looked at cell by cell."""
+
 SHOWN = 5
 """Cells that a problem names before it only counts the others."""
 
@@ -66,6 +69,10 @@ def _check_ranks(schedule: Schedule) -> list[Problem]:
 
 def _check_complete(schedule: Schedule) -> list[Problem]:
     counts = Counter(action for row in schedule.rows for action in row)
+    needed = 2 * schedule.num_stages * schedule.num_micro_batches
+    if needed > 2 * MOST_CELLS and needed > 2 * counts.total():  # a slip of the pen, such as 0F10000000
+        found = f"{schedule.num_stages} stages, {schedule.num_micro_batches} micro-batches need {needed:,} cells at least; "
+        return [problem("E303", where="schedule", found=found + f"there are {counts.total():,}")]
     missing: list[Action] = []
     surplus = [a for a, n in counts.items() if n > 1 or a.kind not in COMPUTE]
     micro_batches = range(schedule.num_micro_batches)
@@ -99,9 +106,33 @@ def _check_complete(schedule: Schedule) -> list[Problem]:
             "E303",
             where="schedule",
             found=f"{schedule.num_stages} stages, {schedule.num_micro_batches} micro-batches; "
-            + "; ".join(parts),
+            + "; ".join(parts)
+            + _pointed(schedule, missing, surplus),
         )
     ]
+
+
+def _pointed(schedule: Schedule, missing: Sequence[Action], surplus: Sequence[Action]) -> str:
+    """Return a row with an arrow: at the last cell too many, or at one that lacks its partner, or at the row's end."""
+
+    def at(rank: int, partner: Action) -> int | None:
+        row = schedule.rows[rank]
+        wanted = partner.stage, partner.micro_batch
+        found = [
+            i for i, a in enumerate(row) if (a == partner if surplus else (a.stage, a.micro_batch) == wanted)
+        ]
+        return found[-1] if found else None
+
+    for action in surplus[:1]:
+        rank = next(r for r, row in enumerate(schedule.rows) if action in row)
+        position = at(rank, action)
+        assert position is not None
+        return f"; row {rank}\n{arrow(schedule.rows, rank, position)}"
+    rank = schedule.stage_ranks[missing[0].stage]
+    position = at(rank, missing[0])
+    if position is None:
+        position = len(schedule.rows[rank]) - 1
+    return f"; row {rank}\n{arrow(schedule.rows, rank, position)}"
 
 
 def _check_order(schedule: Schedule) -> list[Problem]:

@@ -6,6 +6,9 @@ from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
 from meshwright.schedule.actions import COMPUTE, Action, Schedule, parse_action
 from meshwright.schedule.invariants import check_schedule
 
+LONGEST = 24
+"""Characters of a wrong cell that are shown."""
+
 
 def parse_schedule(text: str, name: str = "custom") -> Schedule:
     """Return the schedule written as ``text``; stages and micro-batches are those that occur in it.
@@ -34,13 +37,13 @@ def parse_schedule(text: str, name: str = "custom") -> Schedule:
     for rank, row in enumerate(rows):
         for action in row:
             homes.setdefault(action.stage, rank)
-    gaps = [stage for stage in range(max(homes)) if stage not in homes]
-    if gaps:
+    gap = next(stage for stage in range(len(homes) + 1) if stage not in homes)
+    if gap < max(homes):
         raise MeshwrightError(
             problem(
                 "E304",
                 where="schedule",
-                found=f"stage {max(homes)} occurs, but stage {gaps[0]} does not",
+                found=f"stage {max(homes)} occurs, but stage {gap} does not",
             )
         )
     schedule = Schedule(
@@ -71,7 +74,7 @@ def _row(rank: int, line: str, problems: list[Problem]) -> tuple[Action, ...]:
                     problem(
                         "E302",
                         where=f"schedule row {rank}",
-                        found=f"{word!r} is not a computing action\n{shown}\n{spaces}^",
+                        found=f"{word[:LONGEST]!r} is not a computing action\n{shown}\n{spaces}^",
                     )
                 )
             else:
