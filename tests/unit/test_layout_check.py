@@ -15,6 +15,7 @@ from meshwright.base.errors import Kind, Problem
 from meshwright.cluster.load import read_cluster
 from meshwright.layout.batch import check_batch, derive_batch
 from meshwright.layout.check import check, check_built, check_world
+from meshwright.layout.cut import resolve
 from meshwright.layout.layout import LOSS_CHUNKS, Layout, loss_chunks
 from meshwright.layout.parse import CHOICES, complete, parse_layout
 from meshwright.model.read_hf import spec_from_config
@@ -73,7 +74,7 @@ def found(
 CASES = [
     ("tp=8,dp=1", {}, "E201", ("tp = 8", "12 query heads", "tp = 6 | 4 | 12")),
     ("tp=6", {}, "E202", ("4 key/value heads", "tp = 6", "tp = 4")),
-    ("tp=12", {}, "E202", ("kv_heads=replicate", "3 ranks")),
+    ("tp=12", {}, "W201", ("kv_heads=replicate", "3 ranks")),
     ("tp=12,kv_heads=replicate", {}, "W201", ("3 ranks",)),
     ("tp=3", {}, "E203", ("width 256", "tp = 2 | 4 | 1")),
     ("sp=on", {}, "E204", ("tp = 1",)),
@@ -164,11 +165,12 @@ def test_h173_the_product_and_the_world_are_told() -> None:
 
 def test_h177_four_kv_heads_under_tp8_are_refused_or_replicated() -> None:
     spec = llama(num_attention_heads=16, num_key_value_heads=4, head_dim=128)
-    (hit,) = [p for p in found("tp=8", spec) if p.code.startswith("E")]
-    assert hit.code == "E202"
-    assert "each head on 2 ranks" in hit.do
-    (hit,) = [p for p in found("tp=8,kv_heads=replicate", spec) if p.code == "W201"]
-    assert "each lives on 2 ranks" in hit.found
+    for text in ("tp=8", "tp=8,kv_heads=replicate"):
+        assert not [p for p in found(text, spec) if p.code.startswith("E")]
+        (hit,) = [p for p in found(text, spec) if p.code == "W201"]
+        assert "each lives on 2 ranks" in hit.found
+        assert resolve(spec, parse_layout(text), 64).kv_heads == "replicate"
+    assert resolve(spec, parse_layout("tp=4"), 64).kv_heads == "split"
 
 
 def test_h55_too_few_micro_batches_for_chunks_are_told() -> None:

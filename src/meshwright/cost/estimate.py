@@ -14,7 +14,7 @@ from meshwright.cost.predict import fits, predict
 from meshwright.cost.reason import binding, memory_sentence, time_sentence
 from meshwright.layout.batch import derive_batch
 from meshwright.layout.check import check
-from meshwright.layout.cut import resolve_cut
+from meshwright.layout.cut import resolve
 from meshwright.layout.layout import Layout
 from meshwright.model.spec import ModelSpec
 from meshwright.program.plan import Plan
@@ -89,7 +89,7 @@ def estimate(
     host: dict[str, float] = {}
     binds = ""
     if batch is not None and all(p.kind is Kind.CODE for p in errors) and can_price(layout, schedule_text):
-        resolved = layout.with_cut(resolve_cut(spec, layout, seq_len))
+        resolved = resolve(spec, layout, seq_len)
         if schedule_text:
             schedule = parse_schedule(schedule_text, layout.schedule)
         else:

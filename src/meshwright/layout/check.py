@@ -154,26 +154,20 @@ def _kv_heads(kv: int, layout: Layout) -> list[Problem]:
     legal = sorted({*divisors(kv), *(kv * n for n in range(2, max(3, tp // kv + 2)))})
     if kv % tp == 0:
         return []
-    if tp % kv == 0:
-        if layout.kv_heads == "replicate":
-            return [
-                problem(
-                    "W201",
-                    where="layout.kv_heads",
-                    found=f"{kv} key/value heads over tp = {tp}: each lives on {tp // kv} ranks",
-                )
-            ]
-        do = (
-            f"kv_heads=replicate (each head on {tp // kv} ranks), or tp = {nearest_choices(divisors(kv), tp)}"
-        )
-    else:
-        do = f"tp = {nearest_choices(legal, tp)}"
+    if tp % kv == 0:  # a plan writes kv_heads=replicate out (``cut.resolve``)
+        return [
+            problem(
+                "W201",
+                where="layout.kv_heads",
+                found=f"{kv} key/value heads over tp = {tp}: each lives on {tp // kv} ranks (kv_heads=replicate)",
+            )
+        ]
     return [
         problem(
             "E202",
             where="layout.kv_heads",
-            found=f"{kv} key/value heads cannot be split over tp = {tp} (kv_heads={layout.kv_heads})",
-            do=do,
+            found=f"{kv} key/value heads cannot be split over tp = {tp} ",
+            do=f"tp = {nearest_choices(legal, tp)}",
         )
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from typing import Final
@@ -15,6 +16,17 @@ from meshwright.schedule.generate import placement
 
 WORTHWHILE: Final = 0.005
 """Share of the busiest rank's time that must be won for stages of unlike size."""
+
+
+def resolve(spec: ModelSpec, layout: Layout, seq_len: int) -> Layout:
+    """Return the layout with what follows from the model written out: layers per stage, and heads that are replicated.
+
+    Raises:
+        MeshwrightError: as ``resolve_cut``.
+    """
+    fixed = layout.with_cut(resolve_cut(spec, layout, seq_len))
+    few = spec.attention.kind == "gqa" and layout.tp > spec.num_kv_heads
+    return replace(fixed, kv_heads="replicate") if few else fixed
 
 
 def resolve_cut(spec: ModelSpec, layout: Layout, seq_len: int) -> tuple[int, ...]:

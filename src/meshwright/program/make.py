@@ -11,7 +11,7 @@ from meshwright.base.errors import MeshwrightError, Problem, nearest, problem, r
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.layout.batch import Batch, check_batch, derive_batch
 from meshwright.layout.check import check
-from meshwright.layout.cut import resolve_cut
+from meshwright.layout.cut import resolve
 from meshwright.layout.layout import Layout
 from meshwright.model.spec import ModelSpec
 from meshwright.program.plan import Plan
@@ -48,13 +48,14 @@ def make_plan(
     problems += check_frozen(spec, frozen)
     refuse(problems)
     assert batch is not None
-    refuse(_idle_stages(spec, layout.with_cut(resolve_cut(spec, layout, seq_len)), frozen))
+    resolved = resolve(spec, layout, seq_len)
+    refuse(_idle_stages(spec, resolved, frozen))
     schedule = plan_schedule(layout, batch)
     return Plan(
         model_name=spec.name,
         model_path=model_path,
         model_config=json.loads(json.dumps(dict(spec.config))),
-        layout=layout.with_cut(resolve_cut(spec, layout, seq_len)),
+        layout=resolved,
         batch=batch,
         schedule_text=schedule.text(),
         cluster=cluster_name or (cluster.name if cluster is not None else ""),

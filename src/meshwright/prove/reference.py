@@ -199,8 +199,8 @@ def _rounding_alone(
 ) -> dict[str, Tensor]:
     """Return by name, where there are any, the entries whose gradient is rounding alone, now and ``before``.
 
-    An entry of exactly 0 (a token that no row holds) is none of them, but for a bias beside others that are: there 0 is what
-    rounding left by chance.
+    An entry of exactly 0 (a token that no row holds) is none of them, but for a bias beside others that are: there 0 is
+    what rounding left by chance.
     """
     largest = max((g.abs().max().item() for g in gradients.values() if g.numel()), default=0.0)
     found: dict[str, Tensor] = {}

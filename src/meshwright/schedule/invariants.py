@@ -71,8 +71,8 @@ def _check_complete(schedule: Schedule) -> list[Problem]:
     counts = Counter(action for row in schedule.rows for action in row)
     needed = 2 * schedule.num_stages * schedule.num_micro_batches
     if needed > 2 * MOST_CELLS and needed > 2 * counts.total():  # a slip of the pen, such as 0F10000000
-        found = f"{schedule.num_stages} stages, {schedule.num_micro_batches} micro-batches need {needed:,} cells at least; "
-        return [problem("E303", where="schedule", found=found + f"there are {counts.total():,}")]
+        found = f"{schedule.num_stages} stages, {schedule.num_micro_batches} micro-batches need {needed:,} cells at least"
+        return [problem("E303", where="schedule", found=f"{found}; there are {counts.total():,}")]
     missing: list[Action] = []
     surplus = [a for a, n in counts.items() if n > 1 or a.kind not in COMPUTE]
     micro_batches = range(schedule.num_micro_batches)

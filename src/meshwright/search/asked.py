@@ -13,7 +13,7 @@ from meshwright.cost.pieces import make_pricer
 from meshwright.cost.predict import fits, predict_with
 from meshwright.layout.batch import derive_batch
 from meshwright.layout.check import check
-from meshwright.layout.cut import resolve_cut
+from meshwright.layout.cut import resolve
 from meshwright.layout.layout import Layout
 from meshwright.model.spec import ModelSpec
 from meshwright.schedule.generate import GENERATORS, generate
@@ -95,7 +95,7 @@ def ask(
         said = tuple(f"Illegal by {p.code}: {p.found}; do {p.do or p.needs}." for p in broken or errors)
         return _answer(layout, problems, None, None, {}, 0, said)
     pricer = make_pricer(spec, cluster, seq_len, layout.precision)
-    fixed = layout.with_cut(resolve_cut(spec, layout, seq_len))
+    fixed = resolve(spec, layout, seq_len)
     schedule = generate(layout.schedule, layout.pp, batch.accumulation, layout.chunks)
     found = predict_with(pricer, fixed, batch, schedule)
     said = [f"{p.code}: {p.found}; today {p.do}." for p in errors]

@@ -23,10 +23,11 @@ ranks would need its own communication inside attention. Choose a divisor of the
         kind="math",
         why="a rank keeps whole key/value heads, or whole copies of them",
         needs="num_key_value_heads % tp == 0 (split), or tp % num_key_value_heads == 0 (replicate)",
-        do="kv_heads=replicate, or a smaller tp",
-        page="""With grouped-query attention there are fewer key/value heads than query heads. kv_heads=split gives each
-rank num_key_value_heads / tp of them; kv_heads=replicate gives tp / num_key_value_heads ranks a copy of the same
-head, which costs their memory and a sum of their gradients.""",
+        do="a tp that divides the key/value heads, or a multiple of them",
+        page="""With grouped-query attention there are fewer key/value heads than query heads. Each rank gets
+num_key_value_heads / tp of them (kv_heads=split); with tp above that number, tp / num_key_value_heads ranks each have a
+copy of the same head (kv_heads=replicate, which a plan writes out), at the cost of their memory and a sum of their
+gradients.""",
     ),
     CodeInfo(
         code="E203",
