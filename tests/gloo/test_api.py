@@ -112,6 +112,18 @@ def test_what_an_own_loop_cannot_have_is_refused(pool):
     assert pool.run(refused, 1, "dp=2,precision=fp32") == [["E501"]]
 
 
+def test_keys_that_nothing_would_do_in_an_own_loop_are_refused():
+    """A layout that asks for more than a user's own loop gets is never taken as if it asked for less."""
+    text = "dp=1,precision=fp16,loss=chunked,recompute=full,offload=optimizer,compile=blocks"
+    with pytest.raises(MeshwrightError) as caught:
+        meshwright.parallelize(make(0), text)
+    assert sorted(p.where for p in caught.value.problems) == [
+        f"layout.{key}" for key in ("compile", "loss", "offload", "precision", "recompute")
+    ]
+    with pytest.raises(MeshwrightError, match="precision=fp8"):
+        meshwright.parallelize(make(0), "dp=1,precision=fp8")
+
+
 def test_a_module_without_blocks_is_refused_with_the_lists_it_has():
     with pytest.raises(MeshwrightError, match="E549"):
         meshwright.parallelize(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "dp=1,precision=fp32")

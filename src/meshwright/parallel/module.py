@@ -6,7 +6,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -105,6 +105,12 @@ def describe_module(model: nn.Module) -> dict[str, Any]:
     return out
 
 
+OWN: Final = {"loss": "eager", "recompute": "none", "offload": "none", "compile": "off"}
+"""Keys of a layout that a user's own loop and module decide, with the value that says so."""
+
+OWN_PRECISIONS: Final = ("fp32", "bf16", "fp64")
+
+
 def _refuse_axes(layout: Layout) -> None:
     problems = [
         problem(
@@ -117,6 +123,29 @@ def _refuse_axes(layout: Layout) -> None:
         for axis in ("tp", "pp", "cp", "ep")
         if getattr(layout, axis) > 1
     ]
+    problems += [
+        problem(
+            "E900",
+            where=f"layout.{key}",
+            found=f"{key}={getattr(layout, key)} in a user's own loop, where nothing would do it",
+            needs=f"{key}={default}: the model's own code decides that",
+            do=f"{key}={default}, or meshwright train for a Hugging Face model",
+        )
+        for key, default in OWN.items()
+        if getattr(layout, key) != default
+    ]
+    if layout.precision not in OWN_PRECISIONS:
+        scaled = "gradients that are scaled, and a step that all ranks skip together"
+        problems.append(
+            problem(
+                "E900",
+                where="layout.precision",
+                found=f"precision={layout.precision} in a user's own loop",
+                needs=f"one of {', '.join(OWN_PRECISIONS)}"
+                + (f": fp16 needs {scaled}" if layout.precision == "fp16" else ""),
+                do="precision=bf16, or meshwright train for a Hugging Face model",
+            )
+        )
     refuse(problems)
 
 
