@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,13 @@ from meshwright.base.errors import ExitCode, MeshwrightError
 from meshwright.base.records import Measurement, MemoryBytes, Prediction, RankRecord, TimeSeconds, errors_pct
 from meshwright.layout.batch import Batch
 from meshwright.layout.layout import Layout
+from meshwright.layout.parse import parse_layout
 from meshwright.layout.precision import precision_table
+from meshwright.model.read_hf import read_model
 from meshwright.program.explain import explain_rank
 from meshwright.program.plan import Plan
 from meshwright.program.plan_file import plan_to_dict, save_plan
+from meshwright.program.tensor_classes import tensor_classes
 from meshwright.report.derived import derive_plan
 from meshwright.report.glossary import TERMS, terms_in
 from meshwright.report.page import island, write_report
@@ -467,6 +470,34 @@ def test_a_precision_that_the_run_recorded_otherwise_is_said(tmp_path: Path) -> 
     run["precision_table"][1][1] = "bf16"
     (folder / "run.json").write_text(json.dumps(run))
     assert "compute bf16 (derived: fp32)" in page_of(folder).text("precision")
+
+
+def test_the_classes_of_tensors_and_their_bytes(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    run = json.loads((folder / "run.json").read_text())
+    assert "Classes of tensors" not in page_of(folder).text("precision")
+    spec = read_model(str(MODEL.parents[1] / "tiny-qwen3"))
+    classes = tensor_classes(spec, parse_layout("dp=2,zero=1,precision=bf16"), ("*norm*",))
+    assert sum(c.storage_bytes for c in classes) == 4 * spec.num_parameters
+    found = {c.name: c for c in classes}
+    assert set(found) == {"embedding", "attention", "feed-forward", "norms"}  # the head is the embedding
+    assert (found["norms"].reduction, found["norms"].master, found["norms"].optimizer_bytes) == (
+        "none",
+        "none",
+        0,
+    )
+    assert found["attention"].optimizer_bytes == 2 * found["attention"].gradient_bytes
+    assert (found["attention"].compute, found["embedding"].compute) == ("bf16", "bf16")
+    plain = tensor_classes(spec, parse_layout("dp=2,precision=bf16"), (), optimizer_states=0)
+    assert [(c.name, c.compute, c.optimizer_bytes) for c in plain if c.name in ("embedding", "norms")] == [
+        ("embedding", "fp32", 0),
+        ("norms", "fp32", 0),
+    ]
+    run["tensor_classes"] = [asdict(c) for c in classes]
+    (folder / "run.json").write_text(json.dumps(run))
+    text = page_of(folder).text("precision")
+    assert "Classes of tensors" in text
+    assert "feed-forward" in text
 
 
 def test_one_rank_alone(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from meshwright.orchestrate.proving import write_json
 from meshwright.parallel.recompute import REENTRANT
 from meshwright.program.plan import Plan
 from meshwright.program.plan_file import plan_to_dict, save_plan
+from meshwright.program.tensor_classes import states_of, tensor_classes
 from meshwright.train.metrics import write_event
 from meshwright.train.task import TrainTask
 
@@ -20,6 +22,17 @@ def recompute_record(plan: Plan) -> dict[str, Any] | None:
     """Return how blocks are recomputed, for ``run.json``; None where none is."""
     mode = plan.layout.recompute
     return None if mode == "none" else {"mode": mode, "use_reentrant": REENTRANT}
+
+
+def number_formats(plan: Plan, task: TrainTask) -> dict[str, Any]:
+    """Return which number format is used where, by use and by class of tensors."""
+    states = states_of(task.run.optimizer)
+    return {
+        "precision_table": precision_table(plan.layout).rows(),
+        "tensor_classes": [
+            asdict(found) for found in tensor_classes(task.spec, plan.layout, plan.frozen, states)
+        ],
+    }
 
 
 class Book:
@@ -54,7 +67,7 @@ class Book:
         self._record |= {
             "plan": plan_to_dict(plan),
             "plan_hash": plan.hash,
-            "precision_table": precision_table(plan.layout).rows(),
+            **number_formats(plan, task),
             "recompute": recompute_record(plan),
             "prediction": plan.prediction.as_dict() if plan.prediction else None,
         }

@@ -18,7 +18,6 @@ import meshwright
 from meshwright.base.errors import ExitCode, MeshwrightError, Problem, problem, refuse
 from meshwright.base.records import Measurement, RankRecord, TimeSeconds, errors_pct
 from meshwright.cluster.spec import ClusterSpec
-from meshwright.layout.precision import precision_table
 from meshwright.mesh.env import cache_folder, torchrun_facts, torchrun_job
 from meshwright.mesh.imports import MODEL_CODE
 from meshwright.mesh.launch import run_local
@@ -30,7 +29,7 @@ from meshwright.orchestrate.data_rules import data_problems, last_step
 from meshwright.orchestrate.elastic import goes_on, restart_notes, smaller_plan, survive, torchrun_restart
 from meshwright.orchestrate.preparing import Prepared, Show, device_type, prepare, threads_of_rank
 from meshwright.orchestrate.proving import write_json
-from meshwright.orchestrate.record import Book, recompute_record
+from meshwright.orchestrate.record import Book, number_formats, recompute_record
 from meshwright.orchestrate.run_folder import (
     folder_problems,
     locked,
@@ -243,7 +242,7 @@ def _first_record(task: TrainTask) -> dict[str, Any]:
         "resolved": run.as_dict(),
         "origins": dict(run.origins),
         "versions": versions(),
-        "precision_table": precision_table(plan.layout).rows(),
+        **number_formats(plan, task),
         "recompute": recompute_record(plan),
         "data": {"hash": data.hash, "report": data.report, "tokenizer": str(data.tokenizer_file)},
         "prediction": plan.prediction.as_dict() if plan.prediction else None,

@@ -229,9 +229,36 @@ def precision_blocks(source: Source, layout: Layout | None) -> tuple[Block, ...]
         for name, dtype, _, _ in derived.rows()
         if isinstance(recorded.get(name), str) and recorded[name] != dtype
     ]
+    grids = (grid, *_classes(source))
     if differs:
-        return (Note(text=f"The run recorded other formats: {', '.join(differs)}.", tone="bad"), grid)
-    return (grid,)
+        return (Note(text=f"The run recorded other formats: {', '.join(differs)}.", tone="bad"), *grids)
+    return grids
+
+
+def _classes(source: Source) -> tuple[Grid, ...]:
+    """Return the recorded classes of tensors with their formats and bytes; none where a run has none."""
+    found = [table(row) for row in listed(source.run.get("tensor_classes"))]
+    if not found:
+        return ()
+    formats = ("storage", "compute", "reduction", "master")
+    sizes = ("storage_bytes", "gradient_bytes", "optimizer_bytes")
+    return (
+        Grid(
+            title="Classes of tensors",
+            head=("class", "parameters", *formats, "parameters at rest", "gradients", "optimizer state"),
+            rows=tuple(
+                (
+                    str(row.get("name", "-")),
+                    f"{number(row.get('elements')) or 0:,.0f}",
+                    *(str(row.get(key, "-")) for key in formats),
+                    *(format_bytes(number(row.get(key)) or 0) for key in sizes),
+                )
+                for row in found
+            ),
+            caption="Bytes of one copy of the whole model; what a rank holds of it follows from the layout.",
+            numeric=frozenset({1, 6, 7, 8}),
+        ),
+    )
 
 
 def event_blocks(source: Source) -> tuple[Block, ...]:
