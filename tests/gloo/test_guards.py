@@ -149,6 +149,39 @@ def test_the_run_stops_at_the_step_and_names_the_origin(pool, tmp_path):
     assert [m["step"] for m in metrics(tmp_path, "run")] == [1, 2]
 
 
+def overflowing(rank, world, work):
+    """Rank 1 has a matrix whose product is beyond the range of fp16, whatever the loss is scaled by."""
+    facts = RankFacts(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
+    real = loop_module._Session.run
+
+    def run(self):
+        with torch.no_grad():
+            if "model.layers.1.mlp.down_proj.weight" in self.model.params and rank == 1:
+                self.model.params["model.layers.1.mlp.down_proj.weight"].fill_(1e9)
+        return real(self)
+
+    with (
+        mock.patch.object(loop_module._Session, "run", run),
+        mock.patch.object(loop_module, "MAX_SKIPS_FP16", 3),
+    ):
+        try:
+            train_rank(facts, work)
+        except MeshwrightError as error:
+            return [(p.code, p.where, p.found) for p in error.problems]
+    return []
+
+
+def test_fp16_that_overflows_at_every_scale_stops_and_names_the_first_tensor(pool, tmp_path):
+    """One stage overflows: all skip together, the scale falls, and after k skips the run says where it began."""
+    work = task(tmp_path, "pp=2", "run", precision="fp16")
+    one, two = pool.run(overflowing, 2, work)
+    assert one == two
+    ((code, where, found),) = one
+    assert (code, where) == ("E544", "step 3")
+    assert "3 steps in a row were not finite" in found
+    assert "first: rank 1, output of model.layers.1, micro-batch 0" in found
+
+
 def test_replicas_that_drift_in_a_run_stop_it(pool, tmp_path):
     work = task(tmp_path, "dp=2", "run")
     work.run.guards.replicas_every = 2

@@ -40,7 +40,8 @@ def task(folder: Path, layout: str, name: str, *, steps: int = 8, **changes: Any
     """A run of 5-sample evaluations over 43 training samples: epochs end inside batches."""
     spec = spec_from_config(MINI, "mini")
     batch = changes.pop("global_batch", 4)
-    plan = make_plan(spec, parse_layout(f"{layout},precision=fp64"), batch, SEQ_LEN, "mini")
+    precision = changes.pop("precision", "fp64")
+    plan = make_plan(spec, parse_layout(f"{layout},precision={precision}"), batch, SEQ_LEN, "mini")
     (folder / name).mkdir(exist_ok=True)
     data = TokenData(
         folder=folder,

@@ -278,7 +278,9 @@ class _Session:
         if result.skipped:
             code = "W540" if result.valid_tokens else "W541"
             self.log.event("skip", step=step, why=result.skipped, code=code)
-        if result.skipped and result.valid_tokens and (guards.nonfinite == "stop" or not self.scale.dynamic):
+        # A scale that may still fall is no reason to look; one that has fallen as far as it may is.
+        lost = not self.scale.dynamic or self.scale.skipped_in_row >= MAX_SKIPS_FP16
+        if result.skipped and result.valid_tokens and (guards.nonfinite == "stop" or lost):
 
             def again() -> None:
                 self.random.begin(step)
