@@ -10,7 +10,7 @@ import re
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -21,10 +21,11 @@ from meshwright.layout.layout import Layout
 from meshwright.layout.parse import parse_layout
 from meshwright.layout.precision import precision_table
 from meshwright.model.read_hf import read_model
+from meshwright.model.spec import Role
 from meshwright.program.explain import explain_rank
 from meshwright.program.plan import Plan
 from meshwright.program.plan_file import plan_to_dict, save_plan
-from meshwright.program.tensor_classes import tensor_classes
+from meshwright.program.tensor_classes import CLASSES, tensor_classes
 from meshwright.report.derived import derive_plan
 from meshwright.report.glossary import TERMS, terms_in
 from meshwright.report.page import island, write_report
@@ -476,6 +477,7 @@ def test_the_classes_of_tensors_and_their_bytes(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     run = json.loads((folder / "run.json").read_text())
     assert "Classes of tensors" not in page_of(folder).text("precision")
+    assert set(CLASSES) == set(get_args(Role))  # a new role has a class too
     spec = read_model(str(MODEL.parents[1] / "tiny-qwen3"))
     classes = tensor_classes(spec, parse_layout("dp=2,zero=1,precision=bf16"), ("*norm*",))
     assert sum(c.storage_bytes for c in classes) == 4 * spec.num_parameters
