@@ -17,7 +17,7 @@ from meshwright.cost.replay import part_of
 from meshwright.layout.batch import Batch, derive_batch
 from meshwright.layout.check import check
 from meshwright.layout.check_offload import offload_built
-from meshwright.layout.cut import resolve_cut
+from meshwright.layout.cut import resolve
 from meshwright.layout.layout import Layout
 from meshwright.schedule.generate import GENERATORS, generate
 
@@ -182,7 +182,7 @@ def _played(pricer: Pricer, layout: Layout, batch: Batch) -> Priced:
     if layout.pp == 1 or layout.schedule not in GENERATORS:
         found = columns(pricer, [layout], [batch])
         return Priced(float(found.step[0]), float(found.peak[0]), float(found.bubble[0]))
-    fixed = layout.with_cut(resolve_cut(pricer.spec, layout, batch.seq_len))
+    fixed = resolve(pricer.spec, layout, batch.seq_len)
     part = part_of(layout.schedule, layout.pp, layout.chunks, batch.accumulation)
     made = predict_with(pricer, fixed, batch, generate(layout.schedule, layout.pp, part, layout.chunks))
     return Priced(made.step_time_s, float(made.peak_memory_bytes), made.bubble_share_of_total or 0.0)
