@@ -32,7 +32,8 @@ def run_probe(nproc: int, quick: bool, show: Callable[[str], None]) -> dict[str,
         raise MeshwrightError(problem("E520", where="nproc", found=f"{nproc} ranks asked for{world}"))
     import torch
 
-    from meshwright.probe.measure import Request, measure
+    from meshwright.probe.measure import measure
+    from meshwright.probe.request import Request
 
     local = nproc if facts is None else facts.local_world_size
     device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "cpu"
