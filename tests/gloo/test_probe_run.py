@@ -66,7 +66,7 @@ def test_every_key_is_there_and_every_figure_positive(
 def test_parts_are_measured_in_their_place(probed: tuple[dict[str, Any], list[str], float]) -> None:
     found = probed[0]
     placed = found["in_place"]
-    assert found["format"] == 2
+    assert found["format"] == 3
     for part in ("forward", "backward", "head_forward", "head_backward"):
         assert 0.5 < placed[part] < 2.0, part
     assert len(placed["references"]) == len(REFERENCES)
@@ -89,6 +89,14 @@ def test_parts_are_measured_in_their_place(probed: tuple[dict[str, Any], list[st
         assert [point["bytes"] for point in one["points"]] == [2**15, 2**19]
         for part in ("pair", "reduce"):
             assert all(1e-6 < point[f"{part}_processor_s"] < 0.2 for point in one["points"]), part
+        assert all(0 < point["apart_s"] < 0.1 for point in one["points"])
+    assert [one["ranks"] for one in placed["meetings"]] == [[0, 1], [0, 1, 2, 3], [2, 3]]
+    for one in placed["meetings"]:
+        works = [point["apart_s"] for point in one["points"]]
+        assert works == sorted(works)
+        assert works[-1] > 8 * works[0]
+        assert all(0 < point["meet_processor_s"] < 0.1 for point in one["points"])
+        assert all(0 < point["meet_s"] < 1.0 and point["calls"] >= 12 for point in one["points"])
     region = found["processor"]["overhead"]["region_s"]
     assert 1e-6 < region < 1e-3
 

@@ -66,8 +66,8 @@ IN_PLACE: dict[str, Any] = {
         {
             "ranks": ranks,
             "points": [
-                {"bytes": 8192, "unit_s": 4e-4, "gather_s": 6e-4, "scatter_s": 8e-4},
-                {"bytes": 1048576, "unit_s": 5e-4, "gather_s": 2e-3, "scatter_s": 3e-3},
+                {"bytes": 8192, "apart_s": 2e-4, "unit_s": 4e-4, "gather_s": 6e-4, "scatter_s": 8e-4},
+                {"bytes": 1048576, "apart_s": 8e-4, "unit_s": 5e-4, "gather_s": 2e-3, "scatter_s": 3e-3},
             ],
         }
         for ranks in ([0, 1], [0, 1, 2, 3])
@@ -76,16 +76,27 @@ IN_PLACE: dict[str, Any] = {
         {
             "ranks": [0, 1],
             "points": [
-                {"bytes": 32768, "pair_s": 8e-4, "reduce_s": 5e-4},
-                {"bytes": 524288, "pair_s": 2e-3, "reduce_s": 1e-3},
+                {"bytes": 32768, "apart_s": 2e-4, "pair_s": 8e-4, "reduce_s": 5e-4},
+                {"bytes": 524288, "apart_s": 2e-4, "pair_s": 2e-3, "reduce_s": 1e-3},
             ],
         }
     ],
+    "meetings": [
+        {
+            "ranks": ranks,
+            "bytes": 65536,
+            "points": [
+                {"apart_s": work, "meet_s": seconds, "meet_processor_s": 5e-4, "calls": 100}
+                for work, seconds in ((2e-4, 1e-3), (1.6e-3, 1.3e-3), (1.28e-2, 1.6e-3))
+            ],
+        }
+        for ranks in ([0, 1], [0, 1, 2, 3], [2, 3])
+    ],
 }
-"""What a probe of format 2 has beside: parts in their place."""
+"""What a probe has beside: parts in their place and, since format 3, meetings after three lengths of work."""
 SMALL: dict[str, float] = {"accumulate_s": 2e-6, "checkpoint_s": 3e-4, "region_s": 4e-5}
 PLACED: dict[str, Any] = PROBE | {
-    "format": 2,
+    "format": 3,
     "in_place": IN_PLACE,
     "overhead": PROBE["overhead"] | SMALL,
 }
@@ -231,9 +242,17 @@ def test_a_probe_of_parts_in_their_place_is_read_and_a_newer_one_refused():
     assert now["region_s"] == 4e-5
     assert now["shard_s/scatter/4/1048576"] == 3e-3
     assert now["tensor_s/pair/2/524288"] == 2e-3
-    problem = problem_of(lambda: cluster_from_probe(PLACED | {"format": 3}))
+    assert now["meet_s/4/1600"] == 1.3e-3
+    assert now["apart_s/gather/2"] == pytest.approx(4e-4), "the mean of 2e-4 and 8e-4 as logarithms"
+    assert now["apart_s/reduce/2"] == pytest.approx(2e-4)
+    problem = problem_of(lambda: cluster_from_probe(PLACED | {"format": 4}))
     assert problem.code == "E404"
-    assert "format 3 is newer than 2" in problem.found
+    assert "format 4 is newer than 3" in problem.found
+    second = {k: v for k, v in IN_PLACE.items() if k != "meetings"}
+    before = cluster_from_probe(PLACED | {"format": 2, "in_place": second}).measured
+    assert not any(key.startswith(("meet_s", "apart_s")) for key in before), (
+        "a probe of before has its meaning of before"
+    )
 
 
 def hand_made(**changed: Any) -> dict[str, Any]:

@@ -20,9 +20,11 @@ size with its unit ("80GB" is 80 * 10^9, "80GiB" is 80 * 2^30) or bytes. The rat
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import Any, Final, cast
 
 from meshwright.base.errors import MeshwrightError, Problem, nearest, problem, refuse
@@ -33,8 +35,8 @@ from meshwright.cluster.spec import ClusterSpec, CollectiveFit, DeviceSpec, Figu
 
 SMALLEST: Final = 1e-15
 LARGEST: Final = 1e30
-PROBE_FORMAT: Final = 2
-"""Version of a probe's JSON. 2 has what was measured in its place; a file without a version is 1."""
+PROBE_FORMAT: Final = 3
+"""Version of a probe's JSON. 2 has what was measured in its place, 3 meetings beside; a file without a version is 1."""
 """Figures outside these are no rate, size or latency of a machine, and end in overflow."""
 MAX_GPUS: Final = 1_000_000
 _TOP = (
@@ -420,8 +422,9 @@ def cluster_from_probe(probe: Mapping[str, Any], name: str = "probed") -> Cluste
     ``optimizer_tensor_s``, ``copy_bytes_per_s``, ``elementwise_bytes_per_s`` and ``cores``, as far as it has them; and
     what was measured in its place: ``forward_in_place`` and ``backward_in_place`` (factors on a block's pieces; with
     ``head_`` before them on the head's), ``pass_forward_s`` and ``pass_backward_s`` of a micro-batch beside its parts,
-    ``accumulate_s`` of a tensor, ``checkpoint_s`` of a block, ``region_s`` of a collective of the tensor axis, and
-    ``shard_s/PART/RANKS/BYTES`` of an FSDP2 unit and ``tensor_s/PART/RANKS/BYTES`` of the tensor axis' collectives.
+    ``accumulate_s`` of a tensor, ``checkpoint_s`` of a block, ``region_s`` of a collective of the tensor axis,
+    ``shard_s/PART/RANKS/BYTES`` of an FSDP2 unit and ``tensor_s/PART/RANKS/BYTES`` of the tensor axis' collectives,
+    ``meet_s/RANKS/MICROSECONDS`` of a collective after so much work, and ``apart_s/PART/RANKS``, the work before those.
 
     Raises:
         MeshwrightError: E404 when what every prediction needs is missing.
@@ -471,7 +474,33 @@ def _in_place(probe: Mapping[str, Any]) -> dict[str, float]:
                 for part in parts:
                     slot = f"{key}/{part}/{len(one['ranks'])}/{int(point['bytes'])}"
                     out[slot] = max(_positive(point[f"{part}_s"]), out.get(slot, 0.0))
-    return out
+    return out | _meetings(found, kinds)
+
+
+def _meetings(found: Mapping[str, Any], kinds: Sequence[tuple[str, str, Sequence[str]]]) -> dict[str, float]:
+    """Return seconds of meetings by ranks and microseconds of work, and the work before what is measured in its place.
+
+    Several groups of one size: their means, since a step's meetings are of all groups. {} for a probe without them.
+    """
+    met: dict[str, list[float]] = {}
+    works: dict[tuple[int, int], list[float]] = {}
+    for one in found.get("meetings", []):
+        for number, point in enumerate(one["points"]):
+            works.setdefault((len(one["ranks"]), number), []).append(_positive(point["apart_s"]))
+            met.setdefault(f"{len(one['ranks'])}/{number}", []).append(_positive(point["meet_s"]))
+    out: dict[str, float] = {}
+    for (ranks, number), work in works.items():
+        out[f"meet_s/{ranks}/{1e6 * fmean(work):.6g}"] = fmean(met[f"{ranks}/{number}"])
+    if not out:
+        return {}
+    apart: dict[str, list[float]] = {}
+    for kind, _, parts in kinds:
+        for one in found.get(kind, []):
+            for point, part in product(one["points"], parts):
+                if "apart_s" in point:
+                    slot = f"apart_s/{part}/{len(one['ranks'])}"
+                    apart.setdefault(slot, []).append(_positive(point["apart_s"]))
+    return out | {slot: geometric_mean(seconds) for slot, seconds in apart.items()}
 
 
 def _from_probe(probe: Mapping[str, Any], name: str) -> ClusterSpec:

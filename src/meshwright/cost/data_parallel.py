@@ -7,8 +7,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.cost.collective import Floats, GroupShape
+from meshwright.cost.meeting import Meetings
 from meshwright.cost.pieces import SHARD_OPS_PER_TENSOR, SHARD_OPS_PER_UNIT, Facts
 from meshwright.cost.units import StageUnits, UnitSize, expert_shapes
 from meshwright.layout.layout import Layout
@@ -22,7 +24,8 @@ class DataSeconds:
     """Seconds of data-parallel communication of one stage, by what it is; ``edge`` parts cannot be hidden.
 
     ``hooks`` is what sharded units take of every micro-batch beside gathers and scatters, ``rows`` by how much longer a
-    gather of stage 3 is for matrices in 4 bits.
+    gather of stage 3 is for matrices in 4 bits; ``apart`` by how much one gather, or one scatter, of every unit is longer
+    for each e-fold of the work before it (see ``cost.meeting``).
     """
 
     gather: float = 0.0
@@ -35,6 +38,8 @@ class DataSeconds:
     hooks_edge: float = 0.0
     rows: float = 0.0
     rows_edge: float = 0.0
+    apart: float = 0.0
+    apart_edge: float = 0.0
 
 
 DATA_PARTS = tuple(f.name for f in fields(DataSeconds))
@@ -47,7 +52,7 @@ def unit_seconds(
     times, rates = facts.times, facts.rates
     state, compute = float(facts.state_bytes), float(facts.compute_bytes)
     none = np.zeros_like(sizes["full"])
-    out = {"gather": none, "scatter": none, "reduce": none, "hooks": none, "rows": none}
+    out = {"gather": none, "scatter": none, "reduce": none, "hooks": none, "rows": none, "apart": none}
     reduced = sizes["trainable"] * state
     if sharded and shards.size > 1:
         gathered = sizes["full"] * compute
@@ -130,13 +135,21 @@ class Waits:
 
 
 def data_waits(
-    overlap: bool, zero: Floats, m: Floats, ahead: Floats, behind: Floats, table: Mapping[str, Floats]
+    overlap: bool,
+    zero: Floats,
+    m: Floats,
+    ahead: Floats,
+    behind: Floats,
+    table: Mapping[str, Floats],
+    meetings: Meetings,
+    units: Floats,
 ) -> Waits:
     """Return what is exposed of ``table``'s data-parallel seconds beside windows of forward and backward compute.
 
     Each micro-batch: stage 3 gathers in forward and again in backward; stages 2 and 3 scatter. Once a step: stages 1
     and 2 gather, stage 1 scatters, replicas reduce. Hooks run in every micro-batch, half of them in either direction.
-    ``behind`` holds recompute too.
+    ``behind`` holds recompute too. The work between two gathers or scatters is a window's over those in it, one or two
+    for each of a stage's ``units``.
     """
     gather, scatter, reduce = table["gather"], table["scatter"], table["reduce"]
     three = zero == 3
@@ -152,9 +165,36 @@ def data_waits(
     once_sent = np.where(zero == 1, scatter, 0.0) + reduce
     once_edge = np.maximum(np.where(zero == 1, table["scatter_edge"], 0.0), table["reduce_edge"])
     once_behind = _exposed(overlap, once_sent, np.maximum(0.0, behind - sent), once_edge)
-    return Waits(
+    found = Waits(
         forward=forward,
         backward=backward,
         once=once_ahead + once_behind,
         sent=m * (np.where(three, all_of, 0.0) + sent + table["hooks"]) + once_gather + once_sent,
+    )
+    return _apart(found, zero, m, ahead, behind, table["apart"], meetings, units) if meetings else found
+
+
+def _apart(
+    waits: Waits,
+    zero: Floats,
+    m: Floats,
+    ahead: Floats,
+    behind: Floats,
+    apart: Floats,
+    meetings: Meetings,
+    units: Floats,
+) -> Waits:
+    """Return waits with what meetings take longer after a window's work (see ``data_waits``)."""
+
+    def later(when: NDArray[np.bool_], window: Floats, times: float) -> Floats:
+        return np.where(when, times * apart * meetings.log(window / (times * units)), 0.0)
+
+    forward = later(zero == 3, ahead, 1.0)
+    backward = later(zero == 3, behind, 2.0) + later(zero == 2, behind, 1.0)
+    once = later((zero == 1) | (zero == 2), ahead, 1.0) + later(zero == 1, behind, 1.0)
+    return Waits(
+        forward=waits.forward + forward,
+        backward=waits.backward + backward,
+        once=waits.once + once,
+        sent=waits.sent + m * (forward + backward) + once,
     )

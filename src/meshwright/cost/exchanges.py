@@ -11,22 +11,28 @@ from meshwright.model.sharding import shared_norms
 from meshwright.model.spec import BlockSpec
 
 
-def tensor_pairs_s(facts: Facts, key: WorkKey, per_block: int) -> float:
-    """Return seconds of tp communication, forward + backward, of ``per_block`` column-row pairs."""
+def tensor_pairs_s(facts: Facts, key: WorkKey, per_block: int, work_s: float) -> float:
+    """Return seconds of tp communication, forward + backward, of ``per_block`` column-row pairs in ``work_s``."""
     if key.tp < 2:
         return 0.0
     shape = facts.tp_shape(key)
     num_bytes = key.micro_batch * facts.seq_len / key.cp * facts.spec.hidden_size * facts.compute_bytes
     if key.sp:
-        return per_block * 2.0 * (_placed_s(facts, "pair", num_bytes, shape) + facts.rates.region_s)
-    reduce = _placed_s(facts, "reduce", num_bytes, shape)
+        pair = _placed_s(facts, "pair", num_bytes, shape, work_s / (4.0 * per_block))
+        return per_block * 2.0 * (pair + facts.rates.region_s)
+    reduce = _placed_s(facts, "reduce", num_bytes, shape, work_s / (2.0 * per_block))
     return per_block * 2.0 * (reduce + facts.rates.region_s + _copied_s(facts, num_bytes))
 
 
-def _placed_s(facts: Facts, part: str, num_bytes: float, shape: GroupShape) -> float:
-    """Return seconds of a sum, or of a gather with its scatter, on the tensor axis: in its place if measured."""
+def _placed_s(facts: Facts, part: str, num_bytes: float, shape: GroupShape, work_s: float = 0.0) -> float:
+    """Return seconds of a sum, or of a gather with its scatter, on the tensor axis: in its place if measured.
+
+    ``work_s`` is what each of them has before it; without it, as much as where it was measured.
+    """
     if facts.placed.has(part):
-        return float(facts.placed.seconds(part, num_bytes, shape))
+        seconds = float(facts.placed.seconds(part, num_bytes, shape))
+        more = facts.placed.later(part, work_s, shape) if work_s else 0.0
+        return max(seconds + more, 0.5 * seconds)
     return sum(float(facts.times.seconds(kind, num_bytes, shape)) for kind in KINDS[part])
 
 
@@ -35,19 +41,21 @@ def _copied_s(facts: Facts, num_bytes: float) -> float:
     return 2.0 * num_bytes / facts.rates.copy_rate if facts.rates.region_s else 0.0
 
 
-def tensor_end_s(facts: Facts, key: WorkKey, tokens: float, chunks: int) -> float:
+def tensor_end_s(facts: Facts, key: WorkKey, tokens: float, chunks: int, work_s: float) -> float:
     """Return seconds of tp communication, forward + backward, at an end of the model.
 
     Where regions are measured, as the engine runs them: one all-reduce, and for each of ``chunks`` of the loss the
-    sums over ``tokens``. Else as a block's half.
+    sums over ``tokens``, with ``work_s`` around them. Else as a block's half.
     """
     if not facts.rates.region_s or key.tp < 2:
-        return tensor_pairs_s(facts, key, 1)
+        return tensor_pairs_s(facts, key, 1, work_s)
     shape = facts.tp_shape(key)
     num_bytes = key.micro_batch * facts.seq_len / key.cp * facts.spec.hidden_size * facts.compute_bytes
-    total = _placed_s(facts, "reduce", num_bytes, shape) + _copied_s(facts, num_bytes) + facts.rates.region_s
+    each_s = work_s / (1.0 + 2.0 * chunks)
+    total = _placed_s(facts, "reduce", num_bytes, shape, each_s)
+    total += _copied_s(facts, num_bytes) + facts.rates.region_s
     for wide in (4.0, 8.0) if chunks else ():
-        total += chunks * _placed_s(facts, "reduce", wide * tokens / chunks, shape)
+        total += chunks * _placed_s(facts, "reduce", wide * tokens / chunks, shape, each_s)
     return total
 
 

@@ -276,7 +276,9 @@ def columns(
     context, expert = per_stage("context"), per_stage("expert")
     mm = m[:, None]
     half = 0.5 * (tensor + context + expert)
-    waits = data_waits(overlap, zero[:, None], mm, ahead, behind + again, table)
+    units = counts.sum(axis=2) + 1.0
+    meetings = pricer.placed.meetings
+    waits = data_waits(overlap, zero[:, None], mm, ahead, behind + again, table, meetings, units)
     forward = (ahead + half + waits.forward) * present
     backward = (behind + again + half + waits.backward) * present
     weight = per_stage("weight") + 0.5 * per_stage("split") * splits[:, None] + waits.backward

@@ -12,7 +12,7 @@ import numpy as np
 from meshwright.cluster.spec import ClusterSpec, CollectiveFit, Figure
 from meshwright.cost.collective import Floats
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Version of the profile's format, and of the factors' meaning."""
 NAMES: Final = ("matmul", "moved", "launch", "collective", "optimizer")
 """What the factors are of: seconds of matrix products and attention, of moved bytes, of launches, of collectives, of the
@@ -120,6 +120,7 @@ def scaled_by(cluster: ClusterSpec, theta: Floats) -> ClusterSpec:
         "collective_s": collective,
         "shard_s": collective,
         "tensor_s": collective,
+        "meet_s": collective,
         "accumulate_s": launch,
         "checkpoint_s": launch,
         "region_s": launch,

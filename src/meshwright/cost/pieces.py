@@ -179,7 +179,7 @@ class Pricer(Facts):
             self._ends[slot] = Work(
                 forward=read / r.copy_rate + 8 * r.op_s,
                 backward=backward,
-                tensor=tensor_end_s(self, key, 0.0, 0),
+                tensor=tensor_end_s(self, key, 0.0, 0, 0.0),
                 each=tensor_stage_s(self, key),
             )
         return self._ends[slot]
@@ -230,7 +230,9 @@ class Pricer(Facts):
             self._ends[slot] = Work(
                 forward=forward,
                 backward=backward,
-                tensor=tensor_end_s(self, key, tokens, loss_chunks(key.tp) if loss == "chunked" else 1),
+                tensor=tensor_end_s(
+                    self, key, tokens, loss_chunks(key.tp) if loss == "chunked" else 1, forward + backward
+                ),
                 kept=final,
                 final=final,
                 loss=kept_loss,
@@ -366,7 +368,7 @@ class Pricer(Facts):
             reads=read_bytes(self, widest, tokens, key),
             extra=extra,
             also_saved=also_saved,
-            tensor=tensor_pairs_s(self, key, 2) + squares_s(self, block, key),
+            tensor=tensor_pairs_s(self, key, 2, forward + backward) + squares_s(self, block, key),
         )
 
     def _unpacking(self, block: BlockSpec, key: WorkKey) -> tuple[float, float]:

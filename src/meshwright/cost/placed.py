@@ -11,6 +11,7 @@ import numpy as np
 
 from meshwright.cluster.spec import ClusterSpec
 from meshwright.cost.collective import CollectiveTimes, Floats, GroupShape, ascending
+from meshwright.cost.meeting import Meetings, meetings
 
 UNIT_PARTS: Final = ("unit", "gather", "scatter")
 TENSOR_PARTS: Final = ("pair", "reduce")
@@ -33,6 +34,7 @@ class PlaceTimes:
     points: Mapping[tuple[str, int], tuple[Floats, Floats]] = field(
         default_factory=dict[tuple[str, int], tuple[Floats, Floats]]
     )
+    meetings: Meetings = field(default_factory=Meetings)
 
     def has(self, part: str) -> bool:
         """Return whether a part was measured."""
@@ -58,15 +60,36 @@ class PlaceTimes:
             more = more - self.times.seconds(kind, inside, GroupShape(near, 1, near))
         return np.where(size > 0, np.maximum(seconds + more, 0.5 * seconds), 0.0)
 
+    def later(self, part: str, work_s: float, shape: GroupShape) -> float:
+        """Return the seconds by which a part takes longer after ``work_s`` of work than where it was measured.
+
+        Negative after less work; 0 where no meetings were measured.
+        """
+        if not self.meetings or shape.size < 2:
+            return 0.0
+        apart = float(self.meetings.log(work_s)) - self.meetings.log_apart(part, shape.size)
+        return len(KINDS[part]) * self.meetings.slope(shape.size) * apart
+
     def of_units(self, gathered: Floats, reduced: Floats, shape: GroupShape) -> dict[str, Floats]:
-        """Return hooks, gathers and scatters of units of so many bytes, where they were measured; {} elsewhere."""
+        """Return hooks, gathers and scatters of units of so many bytes, where they were measured; {} elsewhere.
+
+        Where meetings were measured, those of a gather and a scatter after the least work, and ``apart``: how much longer
+        either is for each e-fold of work before it.
+        """
         if not self.has("unit"):
             return {}
-        return {
+        out = {
             "hooks": self.seconds("unit", gathered, shape),
             "gather": self.seconds("gather", gathered, shape),
             "scatter": self.seconds("scatter", reduced, shape),
         }
+        if self.meetings:
+            slope = self.meetings.slope(shape.size)
+            for part in ("gather", "scatter"):
+                least = 0.5 * out[part]
+                out[part] = np.maximum(out[part] - slope * self.meetings.log_apart(part, shape.size), least)
+            out["apart"] = np.full_like(out["hooks"], slope)
+        return out
 
 
 def place_times(cluster: ClusterSpec, times: CollectiveTimes) -> PlaceTimes:
@@ -80,4 +103,4 @@ def place_times(cluster: ClusterSpec, times: CollectiveTimes) -> PlaceTimes:
     for group, listed in raw.items():
         table = np.asarray(sorted(listed), dtype=np.float64)
         points[group] = (table[:, 0], ascending(table[:, 1]))
-    return PlaceTimes(times, points)
+    return PlaceTimes(times, points, meetings(cluster))

@@ -115,6 +115,8 @@ def step_seconds(tables: Tables, rows: Rows, slot: Slot) -> Timed:
         work["forward"],
         behind,
         table,
+        pricer.placed.meetings,
+        slot.counts.sum(axis=1)[None, :] + 1.0,
     )
     half = 0.5 * (work["tensor"] + work["context"] + work["expert"])
     forward = work["forward"] + half + waits.forward

@@ -26,7 +26,7 @@ SEND_KEYS: Final = ("tp", "sp", "cp", "cp_style", "dp", "order", "micro_batch", 
 TIED_KEYS: Final = ("tp", "dp", "cp", "zero", "shard", "order", "schedule")
 WORK: Final = tuple(f.name for f in fields(Work) if f.name != "flops")
 SIZES: Final = tuple(f.name for f in fields(UnitSize))
-SECONDS: Final = ("gather", "scatter", "reduce", "hooks", "rows")
+SECONDS: Final = ("gather", "scatter", "reduce", "hooks", "rows", "apart")
 EDGES: Final = tuple(f"{name}_edge" for name in SECONDS)
 """Seconds of single units that may not be hidden: those of their group, without experts that have groups of their own."""
 

@@ -14,7 +14,7 @@ from meshwright.orchestrate.proving import write_json
 from meshwright.probe.run import run_probe
 from meshwright.probe.topology import machine_facts
 
-VERSION = 3
+VERSION = 4
 """Counts changes of what a probe measures."""
 
 

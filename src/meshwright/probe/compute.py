@@ -14,6 +14,7 @@ from meshwright.cost.pieces import block_operations
 from meshwright.model.read_hf import spec_from_config
 from meshwright.probe.block import TINY, Timing, launches, scaled
 from meshwright.probe.groups import in_groups
+from meshwright.probe.meeting import meetings
 from meshwright.probe.place import references, small_costs
 from meshwright.probe.ranks import Prober
 
@@ -106,14 +107,15 @@ def overhead(probe: Prober) -> tuple[Timing, Timing]:
 
 
 def in_place(probe: Prober, op_s: Timing) -> dict[str, Any]:
-    """Return what blocks, recompute, regions and sharded units take in their place (see ``probe.place``)."""
+    """Return what blocks, recompute, regions, sharded units and meetings take in their place (see ``probe.place``)."""
     budget_s = probe.request.place_budget_s
     spec = spec_from_config(TINY, "tiny", "")
     operations = block_operations(spec, spec.blocks[0])[0]
     whole = references(probe, budget_s)
     small = small_costs(probe, op_s, operations, budget_s)
     units, tensors = in_groups(probe, budget_s)
-    return {"references": whole, **small, "sharding": units, "tensor": tensors}
+    met = meetings(probe, budget_s)
+    return {"references": whole, **small, "sharding": units, "tensor": tensors, "meetings": met}
 
 
 def optimizer(probe: Prober) -> tuple[Timing, Timing]:

@@ -15,7 +15,8 @@ from meshwright.base.units import KIB
 from meshwright.parallel.build import build_model
 from meshwright.parallel.zero import Zero, shard
 from meshwright.probe.block import TINY, TOKENS, Timing, scaled
-from meshwright.probe.place import Pass, Ranks, in_turn, less, whole
+from meshwright.probe.calm import Ranks
+from meshwright.probe.place import Pass, in_turn, less, whole
 
 UNIT_WIDTHS: Final = (16, 160)
 """Hidden sizes of the blocks that are sharded: a few KiB, where only calls count, and more than a MiB."""
@@ -29,10 +30,14 @@ BETWEEN, BETWEEN_CALLS = 128, 4
 
 @dataclass(frozen=True)
 class Point:
-    """Seconds by part at one size: of a sharded unit's hooks, gather and scatter, or of the tensor axis' collectives."""
+    """Seconds by part at one size: of a sharded unit's hooks, gather and scatter, or of the tensor axis' collectives.
+
+    ``apart`` are those of the work between two of these collectives.
+    """
 
     num_bytes: int
     seconds: Mapping[str, Timing]
+    apart: Timing
 
 
 Grouped: TypeAlias = tuple[list[int], list[Point]]
@@ -137,7 +142,9 @@ def _collectives(probe: Ranks, group: Any, num_bytes: int, budget_s: float) -> P
     )
     pairs, copies, sums, clones = (whole(x) for x in in_turn(probe, passes, budget_s))
     calls = 2.0 * CHAIN  # forward and backward
-    return Point(part * n * 4, {"pair": less(pairs, copies, calls), "reduce": less(sums, clones, calls)})
+    seconds = {"pair": less(pairs, copies, calls), "reduce": less(sums, clones, calls)}
+    # a pair's chain has two pieces of work for each
+    return Point(part * n * 4, seconds, scaled(whole((copies, clones)), 1.0 / (3.0 * calls)))
 
 
 def _units(probe: Ranks, mesh: DeviceMesh, budget_s: float) -> list[Point]:
@@ -163,7 +170,9 @@ def _units(probe: Ranks, mesh: DeviceMesh, budget_s: float) -> list[Point]:
             unit, scatter, gather = (less(t, s, UNIT_BLOCKS) for t, s in zip(totals, small, strict=True))
         else:
             unit, scatter, gather = (scaled(t, 1.0 / (UNIT_BLOCKS + 1)) for t in totals)
-        points.append(Point(num_bytes, {"unit": unit, "gather": gather, "scatter": scatter}))
+        seconds = {"unit": unit, "gather": gather, "scatter": scatter}
+        # forward and backward of every block, and of the root
+        points.append(Point(num_bytes, seconds, scaled(none, 0.5 / (UNIT_BLOCKS + 1))))
     return points
 
 

@@ -3,7 +3,7 @@
 Pieces that are timed alone miss what stands between them: Python around operations, operands that other pieces have
 pushed out of the caches, hooks, and accumulation into gradients. Here small models run forward and backward as the
 engine runs them, in turn with the same model without the one thing that is measured; the difference is its price.
-Processor seconds are means (a step pays the average call), wall seconds lower quartiles (others only lengthen them).
+Seconds are means over the turns that other programs left alone, since a step pays the average call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,31 +21,13 @@ from meshwright.parallel.build import build_model
 from meshwright.parallel.recompute import recompute_blocks
 from meshwright.parallel.stage import token_loss_sum
 from meshwright.probe.block import MANY, TINY, TOKENS, Timing, scaled
+from meshwright.probe.calm import Ranks, Span, calm_mean, calm_ones, cores_of_others
 
 FEW_BLOCKS, MORE_BLOCKS = 1, 3
 """Blocks of the two models whose difference is one block in its place."""
 REGIONS: Final = 24
 FEWEST, MOST = 4, 24
 """Turns of a measurement."""
-
-
-class Ranks(Protocol):
-    """What is needed of a probe."""
-
-    facts: Any
-    device: torch.device
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        ...
-
-    def agree(self, value: float) -> float:
-        """Return the greatest value over all ranks."""
-        ...
-
-    def sync(self) -> None:
-        """Wait for the device."""
-        ...
 
 
 Pass: TypeAlias = Sequence[Callable[[Any], Any]]
@@ -55,7 +37,8 @@ Pass: TypeAlias = Sequence[Callable[[Any], Any]]
 def in_turn(probe: Ranks, passes: Sequence[Pass], budget_s: float) -> list[list[Timing]]:
     """Return the seconds of each stage of each pass, the passes run one after the other in turn, for ``budget_s``.
 
-    Communication: that of the passes, a barrier before each turn, and one all_reduce of the seconds of the first turn.
+    Communication: that of the passes, a barrier before each turn, one all_reduce of the seconds of the first turn, and
+    one of what others used.
     """
     for one in passes:
         _marked(probe, one)
@@ -66,11 +49,15 @@ def in_turn(probe: Ranks, passes: Sequence[Pass], budget_s: float) -> list[list[
     turn_s = max(probe.agree(time.perf_counter() - begin), 1e-4)
     turns = max(FEWEST, min(MOST, int(budget_s / turn_s)))
     marks: list[list[list[Timing]]] = [[] for _ in passes]
+    spans: list[tuple[float | None, float, float]] = []
     for _ in range(turns):
         probe.barrier()
+        span = Span()
         for into, one in zip(marks, passes, strict=True):
             into.append(_marked(probe, one))
-    return [[typical(stage) for stage in zip(*into, strict=True)] for into in marks]
+        spans.append(span.end())
+    calm = calm_ones(cores_of_others(probe, *zip(*spans, strict=True)))
+    return [[typical(stage, calm) for stage in zip(*into, strict=True)] for into in marks]
 
 
 def _marked(probe: Ranks, one: Pass) -> list[Timing]:
@@ -87,11 +74,14 @@ def _marked(probe: Ranks, one: Pass) -> list[Timing]:
     return found
 
 
-def typical(values: Sequence[Timing]) -> Timing:
-    """Return the lower quartile of wall seconds, and the mean of processor seconds without its extreme eighths."""
-    wall, used = (sorted(column) for column in zip(*values, strict=True))
+def typical(values: Sequence[Timing], calm: Sequence[int] | None) -> Timing:
+    """Return means over the ``calm`` turns, that of processor seconds without its extreme eighths.
+
+    On cores that others keep awake a collective takes fewer processor seconds too: threads are woken sooner.
+    """
+    used = sorted(t[1] for t in (values if calm is None else [values[i] for i in calm]))
     cut = len(used) // 8
-    return wall[len(wall) // 4], fmean(used[cut : len(used) - cut])
+    return calm_mean([t[0] for t in values], calm), fmean(used[cut : len(used) - cut])
 
 
 def less(more: Timing, fewer: Timing, count: float) -> Timing:

@@ -56,6 +56,7 @@ def processor_view(probe: Mapping[str, Any]) -> dict[str, Any]:
     view["cores"] = float(view["world_size"])
     placed = view.pop("in_place", None)
     if placed is not None:
+        placed.pop("meetings", None)  # waiting costs no processor seconds
         for kind, parts in (("sharding", UNIT_PARTS), ("tensor", TENSOR_PARTS)):
             groups = placed.get(kind, [])
             for point in (p for one in groups for p in one["points"]):

@@ -56,6 +56,13 @@ class Prober:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.item()
 
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of ``values`` over all ranks."""
+        tensor = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        if self.facts.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor.tolist()
+
     def rate(self, work: Callable[[], Any]) -> Timing:
         """Return seconds per call of ``work`` while every rank calls it."""
         work()

@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.cluster.load import PROBE_FORMAT, cluster_from_probe
 from meshwright.cost.in_place import ONCE, REFERENCES, in_place_figures
+from meshwright.cost.meeting import MEET_BYTES
 from meshwright.mesh import env
 from meshwright.mesh.imports import MODEL_CODE
 from meshwright.mesh.launch import run_local
@@ -243,7 +244,36 @@ def _in_place(
         "references": rows,
         "sharding": _of_groups(ranks, "sharding", share),
         "tensor": _of_groups(ranks, "tensor", share),
+        "meetings": meeting_points(ranks, share),
     }
+
+
+def meeting_points(ranks: Sequence[Mapping[str, Any]], share: float | None) -> list[dict[str, Any]]:
+    """Return each group's meetings: what a collective takes beyond the work before it, means over the group's ranks.
+
+    Work is what it takes of the processor over the share of a core that a rank has, as in every price.
+    """
+    groups: dict[tuple[int, ...], list[Any]] = {}
+    for rank in ranks:
+        for group, found in rank["in_place"]["meetings"]:
+            groups.setdefault(tuple(group), []).append(found)
+    out: list[dict[str, Any]] = []
+    for group, rows in groups.items():
+        points: list[dict[str, Any]] = []
+        for alike in zip(*rows, strict=True):
+            alone = [statistics.fmean(x.alone[i] for x in alike) for i in range(2)]
+            joined = [statistics.fmean(x.joined[i] for x in alike) for i in range(2)]
+            work_s = alone[0] if share is None else alone[1] / share
+            points.append(
+                {
+                    "apart_s": work_s,
+                    "meet_s": max(joined[0] - work_s, 1e-9),
+                    "meet_processor_s": max(joined[1] - alone[1], 1e-9),
+                    "calls": min(x.calls for x in alike),
+                }
+            )
+        out.append({"ranks": list(group), "bytes": MEET_BYTES, "points": points})
+    return out
 
 
 def _of_groups(ranks: Sequence[Mapping[str, Any]], name: str, share: float | None) -> list[dict[str, Any]]:
@@ -259,6 +289,8 @@ def _points(rows: Sequence[Sequence[Any]], share: float | None) -> list[dict[str
     points: list[dict[str, Any]] = []
     for alike in zip(*rows, strict=True):
         point: dict[str, Any] = {"bytes": alike[0].num_bytes}
+        wall, used = (statistics.fmean(x.apart[i] for x in alike) for i in range(2))
+        point["apart_s"] = wall if share is None else used / share
         for part in alike[0].seconds:
             for i, key in enumerate((f"{part}_s", f"{part}_processor_s")):
                 point[key] = statistics.fmean(x.seconds[part][i] for x in alike)

@@ -1,0 +1,109 @@
+"""What it takes ranks to meet after working apart: a collective behind stretches of work of several lengths.
+
+The longer ranks work between two collectives, the farther apart they arrive, and the deeper the core of the one that
+waits has gone to sleep, so that every thread that hands the message on wakes up later. Both are time in which nobody
+works: wall seconds, hardly processor seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Final, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from meshwright.cost.meeting import MEET_BYTES
+from meshwright.probe.block import Timing
+from meshwright.probe.calm import Ranks, Span, calm_mean, calm_ones, cores_of_others
+from meshwright.probe.place import FEWEST, MOST, typical
+
+STRETCHES_S: Final = (0.00025, 0.001, 0.004, 0.016)
+"""Seconds of work between two collectives, about."""
+WINDOW_S: Final = 0.05
+SIDE: Final = 128
+"""Rows and columns of the products that the work is made of."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Seconds of a rank's stretch of work alone, and with the collective behind it; means over ``calls`` of them."""
+
+    alone: Timing
+    joined: Timing
+    calls: int
+
+
+Meetings: TypeAlias = tuple[list[int], list[Meeting]]
+"""The ranks of a group, and its meetings by ascending stretch."""
+
+
+def meetings(probe: Ranks, budget_s: float) -> list[Meetings]:
+    """Return, of the groups that this rank belongs to (pairs, and all ranks), its meetings; each takes ``budget_s``.
+
+    Communication: sums of ``MEET_BYTES`` bytes in each group, barriers, and sums of seconds over all ranks.
+    """
+    world, rank = probe.facts.world_size, probe.facts.rank
+    square = torch.zeros(SIDE, SIDE)
+    begin = time.perf_counter()
+    for _ in range(50):
+        torch.mm(square, square)
+    each_s = max(probe.agree((time.perf_counter() - begin) / 50), 1e-6)
+    counts = [max(1, round(stretch / each_s)) for stretch in STRETCHES_S]
+    found: list[Meetings] = []
+    for size in sorted({2, world}) if world > 1 else ():
+        groups = [list(range(i, i + size)) for i in range(0, world - size + 1, size)]
+        handles = [dist.new_group(g) for g in groups]
+        mine = next((i for i, g in enumerate(groups) if rank in g), None)
+        group: Any = None if mine is None else handles[mine]
+        here = [
+            _meeting(probe, group, count, stretch, budget_s)
+            for count, stretch in zip(counts, STRETCHES_S, strict=True)
+        ]
+        if mine is not None:
+            found.append((groups[mine], here))
+    return found
+
+
+def _meeting(probe: Ranks, group: Any, count: int, stretch_s: float, budget_s: float) -> Meeting:
+    square = torch.zeros(SIDE, SIDE)
+    payload = torch.zeros(MEET_BYTES // 4)
+    calls = max(4, int(WINDOW_S / (stretch_s + 0.001)))
+
+    def work() -> None:
+        for _ in range(count):
+            torch.mm(square, square)
+
+    def meet() -> None:
+        work()
+        dist.all_reduce(payload, group=group)
+
+    def window(what: Callable[[], None]) -> Timing:
+        probe.barrier()
+        wall, used = time.perf_counter(), time.process_time()
+        if group is not None:
+            for _ in range(calls):
+                what()
+        return (time.perf_counter() - wall) / calls, (time.process_time() - used) / calls
+
+    begin = time.perf_counter()
+    window(meet)
+    first_s = max(probe.agree(time.perf_counter() - begin), 1e-4)
+    turns = max(FEWEST, min(MOST, int(budget_s / (1.5 * first_s))))
+    alone: list[Timing] = []
+    joined: list[Timing] = []
+    spans: list[tuple[float | None, float, float]] = []
+    for _ in range(turns):
+        alone.append(window(work))
+        span = Span()
+        joined.append(window(meet))
+        spans.append(span.end())
+    calm = calm_ones(cores_of_others(probe, *zip(*spans, strict=True)))
+    return Meeting(
+        alone=(calm_mean([wall for wall, _ in alone], None), fmean(used for _, used in alone)),
+        joined=typical(joined, calm),
+        calls=calls * (turns if calm is None else len(calm)),
+    )
