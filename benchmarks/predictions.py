@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from meshwright.base.records import StepRecord
-from meshwright.cluster.load import cluster_from_probe
+from meshwright.cluster.load import PROBE_FORMAT, cluster_from_probe
 from meshwright.cost.machine_fit import predict_plan
 from meshwright.layout.parse import parse_layout
 from meshwright.model.read_hf import read_model
@@ -151,7 +151,7 @@ def main() -> None:
     probes: dict[int, dict[str, Any]] = {}
     for world in sorted({plan_of(t).world_size for t in LAYOUTS}):
         file = store / f"probe-{world}.json"
-        if not file.exists():
+        if not file.exists() or json.loads(file.read_text()).get("format") != PROBE_FORMAT:
             if not left:
                 return
             left -= 1

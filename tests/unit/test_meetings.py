@@ -63,6 +63,11 @@ def test_a_line_over_the_logarithm_of_work() -> None:
     for one in falling["in_place"]["meetings"]:
         one["points"] = [p | {"meet_s": 1e-3 / p["apart_s"]} for p in one["points"]]
     assert meetings(cluster_from_probe(falling)).slope(2) == 0.0, "noise does not make longer work cheaper"
+    disturbed = copy.deepcopy(PLACED)
+    points = disturbed["in_place"]["meetings"][0]["points"]
+    points.append({"apart_s": 2.56e-2, "meet_s": 1.7e-3, "meet_processor_s": 5e-4, "calls": 9})
+    points[0]["meet_s"] = 0.9
+    assert meetings(cluster_from_probe(disturbed)).slope(2) < 2.0 * SLOPE, "one disturbed point of four"
     assert not meetings(read_cluster("h100-x8", 8))
     assert not meetings(cluster_from_probe(without()))
 
@@ -148,7 +153,7 @@ def test_a_meeting_is_what_exceeds_the_work_on_a_ranks_share_of_a_core() -> None
 
 
 def test_repeats_that_others_disturbed_do_not_count() -> None:
-    assert calm_ones([0.0, 0.9, 0.05, 1.2, 0.1, 0.5]) == [0, 2, 4]
+    assert calm_ones([0.0, 0.9, 0.05, 1.2, 0.1, 0.02]) == [0, 2, 4, 5]
     assert calm_ones([2.0, 0.9, 1.0, 1.2]) == [1, 2, 3], "the calmest, where none was calm"
     assert calm_ones([0.5 + i for i in range(40)]) == list(range(10))
     assert calm_ones(None) is None

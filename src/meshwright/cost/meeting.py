@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import median
 from typing import Final
 
 import numpy as np
@@ -83,9 +85,11 @@ def meetings(cluster: ClusterSpec) -> Meetings:
 
 
 def _line(points: list[tuple[float, float]], least: float) -> tuple[float, float]:
-    """Return (seconds after ``least`` work, seconds per e-fold of it) of the best line; it never falls."""
-    x, y = np.log([work / least for work, _ in points]), np.array([seconds for _, seconds in points])
-    middle, level = float(x.mean()), float(y.mean())
-    spread = float(((x - middle) ** 2).sum())
-    slope = max(0.0, float(((x - middle) * (y - level)).sum()) / spread) if spread > 0 else 0.0
-    return level - slope * middle, slope
+    """Return (seconds after ``least`` work, seconds per e-fold of it) of a line through most of the points.
+
+    The median of the slopes between any two of them, so that one disturbed point does not count much; never negative.
+    """
+    known = [(math.log(work / least), seconds) for work, seconds in points]
+    slopes = [(b - a) / (y - x) for (x, a), (y, b) in combinations(known, 2) if y != x]
+    slope = max(0.0, median(slopes)) if slopes else 0.0
+    return median(seconds - slope * x for x, seconds in known), slope

@@ -24,6 +24,9 @@ from meshwright.probe.place import FEWEST, MOST, typical
 STRETCHES_S: Final = (0.00025, 0.001, 0.004, 0.016)
 """Seconds of work between two collectives, about."""
 WINDOW_S: Final = 0.05
+"""Seconds that a window of calls takes, about; at least ``FEWEST`` calls. Long ones have a larger part of the budget."""
+WARM, COUNTED = 20, 100
+"""Products before, and in, the one measurement by which the work is cut."""
 SIDE: Final = 128
 """Rows and columns of the products that the work is made of."""
 
@@ -48,10 +51,12 @@ def meetings(probe: Ranks, budget_s: float) -> list[Meetings]:
     """
     world, rank = probe.facts.world_size, probe.facts.rank
     square = torch.zeros(SIDE, SIDE)
-    begin = time.perf_counter()
-    for _ in range(50):
+    for _ in range(WARM):
         torch.mm(square, square)
-    each_s = max(probe.agree((time.perf_counter() - begin) / 50), 1e-6)
+    used = time.process_time()
+    for _ in range(COUNTED):
+        torch.mm(square, square)
+    each_s = max(probe.agree((time.process_time() - used) / COUNTED), 1e-6)
     counts = [max(1, round(stretch / each_s)) for stretch in STRETCHES_S]
     found: list[Meetings] = []
     for size in sorted({2, world}) if world > 1 else ():
@@ -71,7 +76,7 @@ def meetings(probe: Ranks, budget_s: float) -> list[Meetings]:
 def _meeting(probe: Ranks, group: Any, count: int, stretch_s: float, budget_s: float) -> Meeting:
     square = torch.zeros(SIDE, SIDE)
     payload = torch.zeros(MEET_BYTES // 4)
-    calls = max(4, int(WINDOW_S / (stretch_s + 0.001)))
+    calls = max(FEWEST, int(WINDOW_S / (stretch_s + 0.001)))
 
     def work() -> None:
         for _ in range(count):
@@ -92,6 +97,7 @@ def _meeting(probe: Ranks, group: Any, count: int, stretch_s: float, budget_s: f
     begin = time.perf_counter()
     window(meet)
     first_s = max(probe.agree(time.perf_counter() - begin), 1e-4)
+    budget_s *= 2.0 if stretch_s > STRETCHES_S[1] else 0.5
     turns = max(FEWEST, min(MOST, int(budget_s / (1.5 * first_s))))
     alone: list[Timing] = []
     joined: list[Timing] = []
