@@ -94,7 +94,7 @@ def test_parts_are_measured_in_their_place(probed: tuple[dict[str, Any], list[st
     for one in placed["meetings"]:
         works = [point["apart_s"] for point in one["points"]]
         assert works == sorted(works)
-        assert works[-1] > 8 * works[0]
+        assert works[-1] > 5 * works[0]
         assert all(0 < point["meet_processor_s"] < 0.1 for point in one["points"])
         assert all(0 < point["meet_s"] < 1.0 and point["calls"] >= 12 for point in one["points"])
     region = found["processor"]["overhead"]["region_s"]

@@ -114,7 +114,7 @@ def in_place(probe: Prober, op_s: Timing) -> dict[str, Any]:
     whole = references(probe, budget_s)
     small = small_costs(probe, op_s, operations, budget_s)
     units, tensors = in_groups(probe, budget_s)
-    met = meetings(probe, budget_s)
+    met = meetings(probe, probe.request.stretches_s, probe.request.meeting_budget_s)
     return {"references": whole, **small, "sharding": units, "tensor": tensors, "meetings": met}
 
 

@@ -8,7 +8,7 @@ works: wall seconds, hardly processor seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Final, TypeAlias
@@ -21,11 +21,12 @@ from meshwright.probe.block import Timing
 from meshwright.probe.calm import Ranks, Span, calm_mean, calm_ones, cores_of_others
 from meshwright.probe.place import FEWEST, MOST, typical
 
-STRETCHES_S: Final = (0.00025, 0.001, 0.004, 0.016)
-"""Seconds of work between two collectives, about."""
 WINDOW_S: Final = 0.05
 """Seconds that a window of calls takes, about; at least ``FEWEST`` calls. Long ones have a larger part of the budget."""
-WARM, COUNTED = 20, 100
+LONG_S: Final = 0.002
+"""Seconds of work from which on it is long."""
+WARM: Final = 20
+COUNTED: Final = 100
 """Products before, and in, the one measurement by which the work is cut."""
 SIDE: Final = 128
 """Rows and columns of the products that the work is made of."""
@@ -44,8 +45,10 @@ Meetings: TypeAlias = tuple[list[int], list[Meeting]]
 """The ranks of a group, and its meetings by ascending stretch."""
 
 
-def meetings(probe: Ranks, budget_s: float) -> list[Meetings]:
-    """Return, of the groups that this rank belongs to (pairs, and all ranks), its meetings; each takes ``budget_s``.
+def meetings(probe: Ranks, stretches_s: Sequence[float], budget_s: float) -> list[Meetings]:
+    """Return, of the groups that this rank belongs to (pairs, and all ranks), its meetings after such stretches of work.
+
+    ``budget_s`` is what one of them takes, half of it for short stretches and twice as much for long ones.
 
     Communication: sums of ``MEET_BYTES`` bytes in each group, barriers, and sums of seconds over all ranks.
     """
@@ -57,7 +60,7 @@ def meetings(probe: Ranks, budget_s: float) -> list[Meetings]:
     for _ in range(COUNTED):
         torch.mm(square, square)
     each_s = max(probe.agree((time.process_time() - used) / COUNTED), 1e-6)
-    counts = [max(1, round(stretch / each_s)) for stretch in STRETCHES_S]
+    counts = [max(1, round(stretch / each_s)) for stretch in stretches_s]
     found: list[Meetings] = []
     for size in sorted({2, world}) if world > 1 else ():
         groups = [list(range(i, i + size)) for i in range(0, world - size + 1, size)]
@@ -66,7 +69,7 @@ def meetings(probe: Ranks, budget_s: float) -> list[Meetings]:
         group: Any = None if mine is None else handles[mine]
         here = [
             _meeting(probe, group, count, stretch, budget_s)
-            for count, stretch in zip(counts, STRETCHES_S, strict=True)
+            for count, stretch in zip(counts, stretches_s, strict=True)
         ]
         if mine is not None:
             found.append((groups[mine], here))
@@ -97,7 +100,7 @@ def _meeting(probe: Ranks, group: Any, count: int, stretch_s: float, budget_s: f
     begin = time.perf_counter()
     window(meet)
     first_s = max(probe.agree(time.perf_counter() - begin), 1e-4)
-    budget_s *= 2.0 if stretch_s > STRETCHES_S[1] else 0.5
+    budget_s *= 2.0 if stretch_s > LONG_S else 0.5
     turns = max(FEWEST, min(MOST, int(budget_s / (1.5 * first_s))))
     alone: list[Timing] = []
     joined: list[Timing] = []

@@ -47,6 +47,16 @@ class Request:
         return 0.4 if self.quick else 1.0
 
     @property
+    def stretches_s(self) -> tuple[float, ...]:
+        """Seconds of work, about, between two collectives when meetings are measured."""
+        return (0.00025, 0.001, 0.004) if self.quick else (0.00025, 0.001, 0.004, 0.016)
+
+    @property
+    def meeting_budget_s(self) -> float:
+        """Seconds that meetings after one length of work may take."""
+        return 0.2 if self.quick else 1.0
+
+    @property
     def matmul_shapes(self) -> tuple[tuple[int, int, int], ...]:
         """(m tokens, k, n) of the projections of blocks: small to medium ones on a CPU, 0.5B to 70B on a GPU."""
         if self.device == "cuda":
