@@ -16,7 +16,8 @@ from meshwright.cost.collective import GroupShape
 from meshwright.cost.fast import columns
 from meshwright.cost.machine_profile import NAMES, scaled_by
 from meshwright.cost.meeting import meetings
-from meshwright.cost.pieces import Pricer, make_pricer, work_key
+from meshwright.cost.pieces import Pricer, make_pricer
+from meshwright.cost.work import work_key
 from meshwright.layout.batch import derive_batch
 from meshwright.layout.parse import parse_layout
 from meshwright.model.read_hf import read_model
