@@ -85,6 +85,7 @@ IN_PLACE: dict[str, Any] = {
         {
             "ranks": ranks,
             "bytes": 65536,
+            "link_apart_s": 4e-4,
             "points": [
                 {"apart_s": work, "meet_s": seconds, "meet_processor_s": 5e-4, "calls": 100}
                 for work, seconds in ((2e-4, 1e-3), (1.6e-3, 1.3e-3), (1.28e-2, 1.6e-3))

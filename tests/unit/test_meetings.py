@@ -104,6 +104,24 @@ def test_the_tensor_axis_pays_for_the_work_before_each() -> None:
     assert after.placed.later("reduce", 1.6e-3, GroupShape(1, 1, 1)) == 0.0
 
 
+def test_other_exchanges_pay_for_the_work_before_each() -> None:
+    before, after = pricer(without()), pricer(PLACED)
+    key = work_key(parse_layout("cp=2,cp_style=ulysses,precision=fp32"))
+    one, other = before.block(0, key), after.block(0, key)
+    each = later((one.forward + one.backward) / 4.0, 4e-4)
+    assert other.context - one.context == pytest.approx(4.0 * each)
+    ring = work_key(parse_layout("cp=2,precision=fp32"))
+    assert before.block(0, ring).context == after.block(0, ring).context, "hops run beside compute"
+    mixture = read_model("mixtral-8x7b")
+    experts = work_key(parse_layout("dp=2,ep=2,precision=fp32"))
+    twice = [
+        make_pricer(mixture, cluster_from_probe(p), SEQ, "fp32").block(0, experts)
+        for p in (without(), PLACED)
+    ]
+    each = later((twice[0].forward + twice[0].backward) / 5.0, 4e-4)
+    assert twice[1].expert - twice[0].expert == pytest.approx(5.0 * each)
+
+
 def test_gpus_pay_nothing_of_it() -> None:
     made = make_pricer(SPEC, read_cluster("h100-x8", 2), SEQ, "bf16")
     assert not made.placed.meetings
@@ -138,8 +156,8 @@ def test_a_machines_factor_on_collectives_is_on_meetings() -> None:
 
 def test_a_meeting_is_what_exceeds_the_work_on_a_ranks_share_of_a_core() -> None:
     pair = [
-        {"in_place": {"meetings": [([0, 1], [Meeting((9.0, 2e-3), (7e-3, 3e-3), 50)])]}},
-        {"in_place": {"meetings": [([0, 1], [Meeting((9.0, 4e-3), (9e-3, 5e-3), 40)])]}},
+        {"in_place": {"meetings": [([0, 1], [Meeting((9.0, 2e-3), (7e-3, 3e-3), 50, 4)])]}},
+        {"in_place": {"meetings": [([0, 1], [Meeting((9.0, 4e-3), (9e-3, 5e-3), 40, 4)])]}},
     ]
     (half,), (whole,) = (meeting_points(pair, share) for share in (0.5, 1.0))
     assert half["ranks"] == [0, 1]
@@ -149,6 +167,7 @@ def test_a_meeting_is_what_exceeds_the_work_on_a_ranks_share_of_a_core() -> None
         pytest.approx(2e-3),
         40,
     )
+    assert half["link_apart_s"] == pytest.approx(2 * 6e-3), "eight products for four"
     assert whole["points"][0]["meet_s"] == pytest.approx(5e-3)
     assert point["meet_processor_s"] == pytest.approx(1e-3)
 

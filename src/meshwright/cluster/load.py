@@ -494,6 +494,8 @@ def _meetings(found: Mapping[str, Any], kinds: Sequence[tuple[str, str, Sequence
     if not out:
         return {}
     apart: dict[str, list[float]] = {}
+    for one in found["meetings"]:
+        apart.setdefault(f"apart_s/link/{len(one['ranks'])}", []).append(_positive(one["link_apart_s"]))
     for kind, _, parts in kinds:
         for one in found.get(kind, []):
             for point, part in product(one["points"], parts):

@@ -36,6 +36,13 @@ def _placed_s(facts: Facts, part: str, num_bytes: float, shape: GroupShape, work
     return sum(float(facts.times.seconds(kind, num_bytes, shape)) for kind in KINDS[part])
 
 
+def _after_s(facts: Facts, seconds: float, calls: float, work_s: float, shape: GroupShape) -> float:
+    """Return ``seconds`` of ``calls`` collectives with what they take longer for the ``work_s`` around them all."""
+    if not facts.placed.meetings or not calls:
+        return seconds
+    return max(seconds + calls * facts.placed.later("link", work_s / calls, shape), 0.5 * seconds)
+
+
 def _copied_s(facts: Facts, num_bytes: float) -> float:
     """Return the seconds of the copy that is summed in place of a message, where regions are priced."""
     return 2.0 * num_bytes / facts.rates.copy_rate if facts.rates.region_s else 0.0
@@ -87,21 +94,23 @@ def tensor_again_s(facts: Facts, block: BlockSpec, key: WorkKey) -> float:
     return gathers + ends * float(facts.times.seconds("reduce_scatter", num_bytes, shape))
 
 
-def squares_s(facts: Facts, block: BlockSpec, key: WorkKey) -> float:
-    """Return seconds of the sums of squares of norms over all heads, forward and backward."""
+def squares_s(facts: Facts, block: BlockSpec, key: WorkKey, work_s: float) -> float:
+    """Return seconds of the sums of squares of norms over all heads, forward and backward, in ``work_s``."""
     norms = len(shared_norms(block)) if key.tp > 1 else 0
     if not norms:
         return 0.0
     num_bytes = key.micro_batch * facts.seq_len / key.cp * max(4, facts.compute_bytes)
-    return 2.0 * norms * float(facts.times.seconds("all_reduce", num_bytes, facts.tp_shape(key)))
+    shape = facts.tp_shape(key)
+    once = 2.0 * norms * float(facts.times.seconds("all_reduce", num_bytes, shape))
+    return _after_s(facts, once, 2.0 * norms, work_s, shape)
 
 
-def context_s(facts: Facts, key: WorkKey, forward: float, backward: float) -> float:
+def context_s(facts: Facts, key: WorkKey, forward: float, backward: float, work_s: float) -> float:
     """Return exposed seconds of attention's exchange.
 
     Ring: keys and values forward and backward, their gradients backward, each hop hidden behind one part's
-    compute. Ulysses: two all-to-alls forward and two backward, nothing to hide them behind. A recomputed block
-    exchanges once more forward.
+    compute. Ulysses: two all-to-alls forward and two backward, nothing to hide them behind, in ``work_s`` of a block.
+    A recomputed block exchanges once more forward.
     """
     if key.cp < 2:
         return 0.0
@@ -114,7 +123,7 @@ def context_s(facts: Facts, key: WorkKey, forward: float, backward: float) -> fl
         sent = 2 * len(kv_heads_sent(heads, kv_heads, key.cp))
         swaps = (tokens * (heads + sent) * size, tokens * heads * size)
         once = sum(float(facts.times.seconds("all_to_all", n * facts.compute_bytes, shape)) for n in swaps)
-        return (forwards + 1.0) * once
+        return _after_s(facts, (forwards + 1.0) * once, 2.0 * (forwards + 1.0), work_s, shape)
     numel = 2.0 * tokens * kv_heads * size
     hop = float(facts.times.seconds("send", numel * facts.compute_bytes, shape))
     gradients = float(facts.times.seconds("send", numel * max(4, facts.compute_bytes), shape))
@@ -125,8 +134,11 @@ def context_s(facts: Facts, key: WorkKey, forward: float, backward: float) -> fl
     return hops * (forwards * ahead + max(0.0, hop + gradients - backward / key.cp))
 
 
-def expert_s(facts: Facts, block: BlockSpec, key: WorkKey, tokens: float) -> float:
-    """Return seconds of the all-to-alls: counts, dispatch and combine, back, and again where it is recomputed."""
+def expert_s(facts: Facts, block: BlockSpec, key: WorkKey, tokens: float, work_s: float) -> float:
+    """Return seconds of the all-to-alls: counts, dispatch and combine, back, and again where it is recomputed.
+
+    They stand in ``work_s`` of a block.
+    """
     if block.moe is None or key.ep < 2:
         return 0.0
     shape = facts.expert_shape(key)
@@ -134,4 +146,6 @@ def expert_s(facts: Facts, block: BlockSpec, key: WorkKey, tokens: float) -> flo
     rows = float(facts.times.seconds("all_to_all", num_bytes, shape))
     counts = float(facts.times.seconds("all_to_all", 8.0 * block.moe.num_experts, shape))
     forwards = 1.0 if key.recompute == "none" else 2.0
-    return forwards * counts + (2.0 + 2.0 * forwards) * rows
+    return _after_s(
+        facts, forwards * counts + (2.0 + 2.0 * forwards) * rows, 2.0 + 3.0 * forwards, work_s, shape
+    )

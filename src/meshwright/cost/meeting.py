@@ -20,6 +20,8 @@ from meshwright.cost.collective import Floats
 
 MEET_BYTES: Final = 64 * 1024
 """Payload of the collective by which a probe measures meetings."""
+LINK_PRODUCTS: Final = 8
+"""Products between two collectives of a link's measurement: each takes as long as one of those before a meeting."""
 
 
 @dataclass(frozen=True)

@@ -259,6 +259,7 @@ class Pricer(Facts):
             key.recompute, x.work.forward - scale * left_out
         )
         again_s += self.rates.checkpoint_s if again_s else 0.0
+        work_s = x.work.forward + x.work.backward
         # what a recomputed forward makes beside what was kept
         again = {"none": 0.0, "full": whole - entry}.get(key.recompute, whole - entry - x.also_saved)
         return replace(
@@ -268,12 +269,12 @@ class Pricer(Facts):
             + (
                 0.0
                 if key.recompute == "none"
-                else tensor_again_s(self, block, key) + squares_s(self, block, key) / 2.0
+                else tensor_again_s(self, block, key) + squares_s(self, block, key, work_s) / 2.0
             ),
             # a backward in two halves runs the whole block again
             split=x.work.split + (spared if key.recompute == "full" else 0.0),
-            context=context_s(self, key, x.ahead, x.behind),
-            expert=expert_s(self, block, key, tokens),
+            context=context_s(self, key, x.ahead, x.behind, work_s),
+            expert=expert_s(self, block, key, tokens, work_s),
             kept={"none": whole, "full": entry}.get(key.recompute, entry + x.extra),
             again=again,
             entry=entry if key.recompute != "none" and not key.sp else x.work.entry,
@@ -368,7 +369,8 @@ class Pricer(Facts):
             reads=read_bytes(self, widest, tokens, key),
             extra=extra,
             also_saved=also_saved,
-            tensor=tensor_pairs_s(self, key, 2, forward + backward) + squares_s(self, block, key),
+            tensor=tensor_pairs_s(self, key, 2, forward + backward)
+            + squares_s(self, block, key, forward + backward),
         )
 
     def _unpacking(self, block: BlockSpec, key: WorkKey) -> tuple[float, float]:

@@ -54,7 +54,8 @@ def tied_seconds(facts: Facts, layout: Layout) -> float:
         return 0.0
     table = facts.spec.vocab_size * facts.spec.hidden_size / layout.tp / max(1, layout.dp_shard)
     shape = neighbours_shape(layout.pp, strides(layout)["pp"], facts.cluster.gpus_per_node)
-    return float(facts.times.seconds("all_reduce", table * facts.state_bytes, shape))
+    once = float(facts.times.seconds("all_reduce", table * facts.state_bytes, shape))
+    return once + facts.placed.later("link", facts.placed.meetings.most, shape)  # after a whole step's work
 
 
 def pipeline_seconds(

@@ -63,12 +63,13 @@ class PlaceTimes:
     def later(self, part: str, work_s: float, shape: GroupShape) -> float:
         """Return the seconds by which a part takes longer after ``work_s`` of work than where it was measured.
 
-        Negative after less work; 0 where no meetings were measured.
+        The part "link" is any collective of a link's measurement. Negative after less work; 0 where no meetings were
+        measured.
         """
         if not self.meetings or shape.size < 2:
             return 0.0
         apart = float(self.meetings.log(work_s)) - self.meetings.log_apart(part, shape.size)
-        return len(KINDS[part]) * self.meetings.slope(shape.size) * apart
+        return len(KINDS.get(part, (part,))) * self.meetings.slope(shape.size) * apart
 
     def of_units(self, gathered: Floats, reduced: Floats, shape: GroupShape) -> dict[str, Floats]:
         """Return hooks, gathers and scatters of units of so many bytes, where they were measured; {} elsewhere.

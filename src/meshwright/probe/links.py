@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from meshwright.base.units import MIB
+from meshwright.cost.meeting import LINK_PRODUCTS
 from meshwright.probe.block import Timing
 from meshwright.probe.ranks import Prober
 
 Points = list[tuple[int, float, float]]
 """Bytes, wall seconds of the slowest rank, and processor seconds of one rank (the mean over the group)."""
-BETWEEN = ((128, 128, 128), 8)
+BETWEEN = ((128, 128, 128), LINK_PRODUCTS)
 """The compute between two collectives: a product's shape, and how many of them (some tenths of a millisecond)."""
 
 

@@ -34,11 +34,15 @@ SIDE: Final = 128
 
 @dataclass(frozen=True)
 class Meeting:
-    """Seconds of a rank's stretch of work alone, and with the collective behind it; means over ``calls`` of them."""
+    """Seconds of a rank's stretch of work alone, and with the collective behind it; means over ``calls`` of them.
+
+    The work are so many ``products``.
+    """
 
     alone: Timing
     joined: Timing
     calls: int
+    products: int
 
 
 Meetings: TypeAlias = tuple[list[int], list[Meeting]]
@@ -115,4 +119,5 @@ def _meeting(probe: Ranks, group: Any, count: int, stretch_s: float, budget_s: f
         alone=(calm_mean([wall for wall, _ in alone], None), fmean(used for _, used in alone)),
         joined=typical(joined, calm),
         calls=calls * (turns if calm is None else len(calm)),
+        products=count,
     )

@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.cluster.load import PROBE_FORMAT, cluster_from_probe
 from meshwright.cost.in_place import ONCE, REFERENCES, in_place_figures
-from meshwright.cost.meeting import MEET_BYTES
+from meshwright.cost.meeting import LINK_PRODUCTS, MEET_BYTES
 from meshwright.mesh import env
 from meshwright.mesh.imports import MODEL_CODE
 from meshwright.mesh.launch import run_local
@@ -272,7 +272,8 @@ def meeting_points(ranks: Sequence[Mapping[str, Any]], share: float | None) -> l
                     "calls": min(x.calls for x in alike),
                 }
             )
-        out.append({"ranks": list(group), "bytes": MEET_BYTES, "points": points})
+        link_s = points[0]["apart_s"] / rows[0][0].products * LINK_PRODUCTS
+        out.append({"ranks": list(group), "bytes": MEET_BYTES, "points": points, "link_apart_s": link_s})
     return out
 
 
