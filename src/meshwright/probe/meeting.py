@@ -22,7 +22,8 @@ from meshwright.probe.calm import Ranks, Span, calm_mean, calm_ones, cores_of_ot
 from meshwright.probe.place import FEWEST, MOST, typical
 
 WINDOW_S: Final = 0.05
-"""Seconds that a window of calls takes, about; at least ``FEWEST`` calls. Long ones have a larger part of the budget."""
+"""Seconds that a window of calls takes at least, about, or a tenth of the budget: ticks of the clock count others' work.
+A window has at least ``FEWEST`` calls. Long ones have a larger part of the budget."""
 LONG_S: Final = 0.002
 """Seconds of work from which on it is long."""
 WARM: Final = 20
@@ -83,7 +84,7 @@ def meetings(probe: Ranks, stretches_s: Sequence[float], budget_s: float) -> lis
 def _meeting(probe: Ranks, group: Any, count: int, stretch_s: float, budget_s: float) -> Meeting:
     square = torch.zeros(SIDE, SIDE)
     payload = torch.zeros(MEET_BYTES // 4)
-    calls = max(FEWEST, int(WINDOW_S / (stretch_s + 0.001)))
+    calls = max(FEWEST, int(max(WINDOW_S, 0.1 * budget_s) / (stretch_s + 0.001)))
 
     def work() -> None:
         for _ in range(count):
