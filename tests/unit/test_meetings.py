@@ -154,7 +154,7 @@ def test_a_machines_factor_on_collectives_is_on_meetings() -> None:
     assert there.least == pytest.approx(LEAST)
 
 
-def test_a_meeting_is_what_exceeds_the_work_on_a_ranks_share_of_a_core() -> None:
+def test_a_meeting_is_what_exceeds_the_work_before_it() -> None:
     pair = [
         {"in_place": {"meetings": [([0, 1], [Meeting((9.0, 2e-3), (7e-3, 3e-3), 50, 4)])]}},
         {"in_place": {"meetings": [([0, 1], [Meeting((9.0, 4e-3), (9e-3, 5e-3), 40, 4)])]}},

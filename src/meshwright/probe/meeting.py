@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from meshwright.cost.meeting import MEET_BYTES
 from meshwright.probe.block import Timing
-from meshwright.probe.calm import Ranks, Span, calm_mean, calm_ones, cores_of_others
+from meshwright.probe.calm import Ranks, Span, calm_ones, cores_of_others
 from meshwright.probe.place import FEWEST, MOST, typical
 
 WINDOW_S: Final = 0.05
@@ -111,13 +110,13 @@ def _meeting(probe: Ranks, group: Any, count: int, stretch_s: float, budget_s: f
     joined: list[Timing] = []
     spans: list[tuple[float | None, float, float]] = []
     for _ in range(turns):
-        alone.append(window(work))
         span = Span()
+        alone.append(window(work))
         joined.append(window(meet))
         spans.append(span.end())
     calm = calm_ones(cores_of_others(probe, *zip(*spans, strict=True)))
     return Meeting(
-        alone=(calm_mean([wall for wall, _ in alone], None), fmean(used for _, used in alone)),
+        alone=typical(alone, calm),
         joined=typical(joined, calm),
         calls=calls * (turns if calm is None else len(calm)),
         products=count,

@@ -251,7 +251,8 @@ def _in_place(
 def meeting_points(ranks: Sequence[Mapping[str, Any]], share: float | None) -> list[dict[str, Any]]:
     """Return each group's meetings: what a collective takes beyond the work before it, means over the group's ranks.
 
-    Work is what it takes of the processor over the share of a core that a rank has, as in every price.
+    In wall seconds both, from the same repeats: what others took of either cancels as far as it can. The length of the
+    work is what it takes of the processor over the share of a core that a rank has, as in every price.
     """
     groups: dict[tuple[int, ...], list[Any]] = {}
     for rank in ranks:
@@ -267,7 +268,7 @@ def meeting_points(ranks: Sequence[Mapping[str, Any]], share: float | None) -> l
             points.append(
                 {
                     "apart_s": work_s,
-                    "meet_s": max(joined[0] - work_s, 1e-9),
+                    "meet_s": max(joined[0] - alone[0], 1e-9),
                     "meet_processor_s": max(joined[1] - alone[1], 1e-9),
                     "calls": min(x.calls for x in alike),
                 }
