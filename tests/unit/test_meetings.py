@@ -156,19 +156,17 @@ def test_a_machines_factor_on_collectives_is_on_meetings() -> None:
 
 def test_a_meeting_is_what_exceeds_the_work_before_it() -> None:
     pair = [
-        {"in_place": {"meetings": [([0, 1], [Meeting((9.0, 2e-3), (7e-3, 3e-3), 50, 4)])]}},
-        {"in_place": {"meetings": [([0, 1], [Meeting((9.0, 4e-3), (9e-3, 5e-3), 40, 4)])]}},
+        {"in_place": {"meetings": [([0, 1], [Meeting((6e-3, 2e-3), (7e-3, 3e-3), 50, 4)])]}},
+        {"in_place": {"meetings": [([0, 1], [Meeting((8e-3, 4e-3), (9e-3, 5e-3), 40, 4)])]}},
     ]
     (half,), (whole,) = (meeting_points(pair, share) for share in (0.5, 1.0))
     assert half["ranks"] == [0, 1]
     point = half["points"][0]
-    assert (point["apart_s"], point["meet_s"], point["calls"]) == (
-        pytest.approx(6e-3),
-        pytest.approx(2e-3),
-        40,
-    )
+    assert point["apart_s"] == pytest.approx(6e-3), "three processor milliseconds on half of a core"
+    assert point["meet_s"] == pytest.approx(1e-3), "wall seconds of both"
+    assert point["calls"] == 40
     assert half["link_apart_s"] == pytest.approx(2 * 6e-3), "eight products for four"
-    assert whole["points"][0]["meet_s"] == pytest.approx(5e-3)
+    assert (whole["points"][0]["apart_s"], whole["points"][0]["meet_s"]) == pytest.approx((3e-3, 1e-3))
     assert point["meet_processor_s"] == pytest.approx(1e-3)
 
 
