@@ -31,25 +31,42 @@ def rank_peaks(load: StageLoad, row: int, schedule: Schedule, outside: Floats) -
     names = {f.name for f in fields(StageLoad)}
     one = replace(load, **{n: getattr(load, n)[row : row + 1, : schedule.num_stages] for n in names})
     index = np.array(owns, dtype=np.intp)
+    turn = turns(index)
     halves = np.full(1, float(any(a.kind is ActionKind.INPUT_GRAD for a in schedule.rows[0])))
     found = [
-        peak_memory(over_owned(one, index, x.held[None], x.waiting[None], x.half[None], halves), outside)
+        peak_memory(over_owned(one, index, turn, x.held[None], x.waiting[None], x.half[None], halves), outside)
         for x in moments(schedule)
     ]
     return fullest(found)
 
 
+def turns(stages: NDArray[np.intp]) -> Floats:
+    """Return, from the stages [ranks, chunks] of each rank, 1 where the next chunk is the next stage, [ranks, chunks - 1].
+
+    There a V turns: what one stage gives the next is handed over within the rank, nothing is sent or received.
+    """
+    return (np.diff(stages, axis=1) == 1).astype(np.float64)
+
+
 def over_owned(
-    load: StageLoad, owns: NDArray[np.intp], held: Floats, waiting: Floats, half: Floats, halves: Floats
+    load: StageLoad,
+    owns: NDArray[np.intp],
+    turn: Floats,
+    held: Floats,
+    waiting: Floats,
+    half: Floats,
+    halves: Floats,
 ) -> StageLoad:
     """Return what each rank holds at a moment, [layouts, ranks], of the stages (or runs of them) that it owns.
 
     Parameters and messages add over a rank's stages, the largest unit is the largest of any. Activations and weight
-    casts are the mean over the chunks that are held then.
+    casts are the mean over the chunks that are held then. Across a turn nothing waits to be sent or received: the stage
+    behind it reads what the one before it keeps until its own backward.
 
     Args:
         load: of the stages, [layouts, stages].
         owns: [ranks, chunks] the stages of each rank.
+        turn: [ranks, chunks - 1] 1 where a rank's next chunk is the next stage (see ``turns``).
         held: [layouts, ranks, chunks] micro-batches of each stage that are held at that moment.
         waiting: the same of those whose input half is done.
         half: [layouts, ranks] 1 where a rank is in a half of a backward.
@@ -84,7 +101,13 @@ def over_owned(
     out |= {n: np.where(losses > 0, out[n], 0.0) for n in ("logits", "final")}
     out |= {"in_flight": in_flight, "losses": losses}
     # gradients that were sent back: of every micro-batch but those whose backward (or input half) is still to come
-    out["back"] = (load.back[:, owns] * (held - waiting)).sum(axis=2) / total
+    message = load.back[:, owns]
+    handed = turn * message[:, :, 1:]
+    message[:, :, 1:] -= handed
+    out["back"] = (message * (held - waiting)).sum(axis=2) / total
+    # both directions of either stage's end; the handed output itself is kept
+    out["boundary"] = out["boundary"] - (4.0 * load.micro_batches[:, owns[:, 1:]] * handed).sum(axis=2)
+    out["activations"] = out["activations"] + (handed * held[:, :, :-1]).sum(axis=2) / total
     in_blocks = np.minimum(load.cast, load.full - load.root)
     out["recast"] = (in_blocks[:, owns] * waiting).sum(axis=2)
     out["captured"] = np.where(at_end, load.captured[:, owns], 0.0).sum(axis=2)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.cost.collective import Floats
+from meshwright.cost.loads import turns
 from meshwright.cost.pieces import Pricer
 from meshwright.cost.rows import Index
 from meshwright.layout.cut import resolve_cut
@@ -29,6 +30,7 @@ class Slot:
         ranks_first, ranks_last: [rank runs] first and last pipeline rank of each run of ranks.
         owns: [rank runs, chunks] the stage run of each chunk of such a rank.
         stages: [rank runs, chunks] the stages of the first of these ranks.
+        turn: [rank runs, chunks - 1] 1 where a V turns within the rank; such a rank is a run of its own.
     """
 
     pp: int
@@ -43,6 +45,7 @@ class Slot:
     ranks_last: Index
     owns: Index
     stages: Index
+    turn: Floats
 
     @property
     def num_stages(self) -> int:
@@ -80,7 +83,9 @@ def make_slot(pricer: Pricer, layout: Layout, *, every: bool = False) -> Slot:
     for stage, rank in enumerate(home):
         homes[rank].append(stage)
     owned = [[int(run_of[stage]) for stage in held] for held in homes]
-    heads = [r for r in range(layout.pp) if every or r == 0 or owned[r] != owned[r - 1]]
+    turn = turns(np.asarray(homes, dtype=np.intp))
+    alike = [(held, tuple(turned)) for held, turned in zip(owned, turn, strict=True)]
+    heads = [r for r in range(layout.pp) if every or r == 0 or alike[r] != alike[r - 1]]
     first = np.asarray(starts, dtype=np.intp)
     ranks_first = np.asarray(heads, dtype=np.intp)
     return Slot(
@@ -96,4 +101,5 @@ def make_slot(pricer: Pricer, layout: Layout, *, every: bool = False) -> Slot:
         ranks_last=np.append(ranks_first[1:], layout.pp) - 1,
         owns=np.asarray([owned[r] for r in heads], dtype=np.intp),
         stages=np.asarray([homes[r] for r in heads], dtype=np.intp),
+        turn=turn[heads],
     )

@@ -168,11 +168,11 @@ def _peaks(
         in_flight, held = chunks_held(rows, slot, m)
         ranks = replace(load, in_flight=in_flight, losses=in_flight)
         if slot.chunks > 1:
-            ranks = over_owned(load, slot.owns, *_whole(held))
+            ranks = over_owned(load, slot.owns, slot.turn, *_whole(held))
         return peak_memory(ranks, outside)["peak"].max(axis=1)
     found: list[Floats] = []
     for x in split_moments(rows, slot, m):
-        ranks = over_owned(load, slot.owns, x.held, x.waiting, x.half, np.ones(len(rows)))
+        ranks = over_owned(load, slot.owns, slot.turn, x.held, x.waiting, x.half, np.ones(len(rows)))
         found.append(peak_memory(ranks, outside)["peak"].max(axis=1))
     return np.max(np.stack(found), axis=0)
 
