@@ -61,14 +61,10 @@ def predicted(text):
     return [m.total - m.outside_allocator for m in found]
 
 
-TURN = pytest.mark.xfail(
-    strict=True,
-    reason="the turn of a V is within one rank, yet its messages are priced: 5 % (fullest rank) to 10 % too high",
-)
 CELLS = [
     ("pp=4,schedule=zb-h1,micro_batch=4", 0.055),
     *(
-        pytest.param(text, near, marks=[pytest.mark.slow, *([TURN] if "zbv" in text else [])])
+        pytest.param(text, near, marks=pytest.mark.slow)
         for text, near in (
             ("pp=4,schedule=zb-h1,micro_batch=2", 0.05),
             ("pp=4,schedule=zb-h1,micro_batch=4,loss=chunked", 0.055),

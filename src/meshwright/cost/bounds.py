@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.cost.collective import Floats
-from meshwright.cost.replay import Moment
+from meshwright.cost.replay import Moment, run_states, stacked
 from meshwright.cost.rows import Rows
 from meshwright.cost.slots import Slot
 
@@ -163,43 +163,39 @@ def chunks_held(rows: Rows, slot: Slot, m: Floats) -> tuple[Floats, Floats]:
 def split_moments(rows: Rows, slot: Slot, m: Floats) -> tuple[Moment, ...]:
     """Return moments of schedules with split backwards, of which one is a rank's fullest; arrays are [layouts, ...].
 
-    ZB-H1 on rank r > 0 holds p micro-batches, r + 1 of them between their halves. ZB-V keeps p of each of its stages, of
-    the second all between their halves and of the first r + 1. DualPipeV splits with one of its first stage less than it
-    holds at most, and again in its drain. The first stage's backward is whole. Source: the rows themselves (a test
-    compares them).
+    ZB-H1 on rank r > 0 holds p micro-batches, r + 1 of them between their halves, when others have left gradients; with
+    no more than p in a step none has, or one is gone. The first stage's backward is whole. What ranks of a V hold is
+    read off their rows.
     """
+    if slot.chunks > 1:
+        names, runs = rows.values["schedule"], list(zip(slot.ranks_first, slot.ranks_last, strict=True))
+        kinds, at = np.unique(np.stack((rows.codes["schedule"], m)), axis=1, return_inverse=True)
+        told = stacked(
+            [
+                [run_states(names[int(n)], slot.pp, int(k), slot.chunks, int(a), int(b)) for a, b in runs]
+                for n, k in kinds.T
+            ]
+        )
+        return tuple(x.take(at.reshape(-1)) for x in told)
     p = float(slot.pp)
     rank = slot.ranks_last.astype(np.float64)[None, :]
-    first = slot.ranks_first.astype(np.float64)[None, :]
     mm = m[:, None]
-    later = np.broadcast_to(first > 0, (len(rows), first.shape[1])).astype(np.float64)
+    later = np.broadcast_to(slot.ranks_first > 0, (len(rows), len(slot.ranks_first))).astype(np.float64)
+    held = np.broadcast_to(np.minimum(mm, p), later.shape)
     late = np.minimum(mm, rank + 1.0) * later
-    if slot.chunks == 1:
-        held = np.broadcast_to(np.minimum(mm, p), later.shape)
-        return (Moment(half=later, held=held[:, :, None], waiting=late[:, :, None]),)
-    dual = rows.flag("schedule", "dualpipev")[:, None]
-    near = np.minimum(mm, np.where(dual, 2.0 * p - first, p))
-    far = np.minimum(mm, np.where(dual, first + 1.0, p))
-    # DualPipeV's last rank only splits when it holds few
-    some = np.where(dual & (first == p - 1.0), 0.0, 1.0) * np.ones_like(later)
-    split = Moment(
-        half=some,
-        held=np.stack((np.where(dual, near - some, near), far), axis=2),
-        waiting=np.stack((np.where(dual, 0.0, late), np.where(dual, some, far)), axis=2),
+    few = np.broadcast_to(mm <= p, later.shape)
+    gone = np.where(few, held - 1.0, held)
+    return (
+        Moment(
+            half=later,
+            held=held[:, :, None],
+            waiting=late[:, :, None],
+            graded=np.where(few, 0.0, 1.0)[:, :, None],
+        ),
+        Moment(
+            half=later,
+            held=gone[:, :, None],
+            waiting=np.minimum(late, gone)[:, :, None],
+            graded=np.ones_like(gone)[:, :, None],
+        ),
     )
-    if not dual.any():
-        return (split,)
-    v = dual[:, :, None]
-    whole = Moment(
-        half=np.where(dual, 0.0, split.half),
-        held=np.where(v, np.stack((near, far), axis=2), split.held),
-        waiting=np.where(v, 0.0, split.waiting),
-    )
-    # the drain: half of what is left of the second stage, and as much of the first, wait at once
-    half = np.floor(0.5 * (rank + 1.0)) * np.ones_like(later)
-    drain = Moment(
-        half=np.where(dual, later, split.half),
-        held=np.where(v, np.stack((p - half, half), axis=2), split.held),
-        waiting=np.where(v, np.stack(((rank + 1.0 - half) * later, half * later), axis=2), split.waiting),
-    )
-    return split, whole, drain

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.cost.collective import Floats
 from meshwright.cost.memory import StageLoad, fullest, peak_memory
-from meshwright.cost.replay import moments
+from meshwright.cost.replay import Moment, moments
 from meshwright.cost.work import COMPUTE_BYTES, STATE_BYTES, Facts
 from meshwright.layout.layout import LOSS_CHUNKS
 from meshwright.schedule.actions import ActionKind, Schedule
@@ -31,13 +32,9 @@ def rank_peaks(load: StageLoad, row: int, schedule: Schedule, outside: Floats) -
     names = {f.name for f in fields(StageLoad)}
     one = replace(load, **{n: getattr(load, n)[row : row + 1, : schedule.num_stages] for n in names})
     index = np.array(owns, dtype=np.intp)
-    turn = turns(index)
     halves = np.full(1, float(any(a.kind is ActionKind.INPUT_GRAD for a in schedule.rows[0])))
-    found = [
-        peak_memory(over_owned(one, index, turn, x.held[None], x.waiting[None], x.half[None], halves), outside)
-        for x in moments(schedule)
-    ]
-    return fullest(found)
+    ranks = owned(one, index, turns(index), halves)
+    return fullest([peak_memory(ranks.at(in_columns(x)), outside) for x in moments(schedule)])
 
 
 def turns(stages: NDArray[np.intp]) -> Floats:
@@ -48,71 +45,108 @@ def turns(stages: NDArray[np.intp]) -> Floats:
     return (np.diff(stages, axis=1) == 1).astype(np.float64)
 
 
-def over_owned(
-    load: StageLoad,
-    owns: NDArray[np.intp],
-    turn: Floats,
-    held: Floats,
-    waiting: Floats,
-    half: Floats,
-    halves: Floats,
-) -> StageLoad:
-    """Return what each rank holds at a moment, [layouts, ranks], of the stages (or runs of them) that it owns.
+def in_columns(moment: Moment) -> Moment:
+    """Return a moment of one layout, [ranks, ...], as one of a column of layouts, [1, ranks, ...]."""
+    return Moment(**{f.name: getattr(moment, f.name)[None] for f in fields(Moment)})
 
-    Parameters and messages add over a rank's stages, the largest unit is the largest of any. Activations and weight
-    casts are the mean over the chunks that are held then. Across a turn nothing waits to be sent or received: the stage
-    behind it reads what the one before it keeps until its own backward.
+
+SUMS: Final = (
+    *("full", "trainable", "resting", "trainable_resting", "root", "root_trainable"),
+    *("logits", "final", "kept_loss", "steps", "packed"),
+)
+"""Figures that add over a rank's stages."""
+AT_A_MOMENT: Final = (
+    *("cast", "activations", "in_flight", "losses", "back", "boundary", "graded", "graded_resting"),
+    *("recast", "waits", "half"),
+)
+"""Figures that depend on what is held; of all others a rank has its largest stage's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owned:
+    """What ranks hold of the stages (or runs of them) that they own, whatever the moment.
+
+    Attributes:
+        load: of the stages, [layouts, stages].
+        owns: [ranks, chunks] the stages of each rank.
+        always: [layouts, ranks] figures that no moment changes.
+        messages: [layouts, ranks, chunks] bytes of a gradient that each stage sends back.
+        ends: [layouts, ranks, chunks] bytes for messages at both ends of each stage.
+        handed: [layouts, ranks, chunks - 1] bytes that a stage hands to the rank's next chunk.
+    """
+
+    load: StageLoad
+    owns: NDArray[np.intp]
+    always: Mapping[str, Floats]
+    messages: Floats
+    ends: Floats
+    handed: Floats
+
+    def at(self, moment: Moment) -> StageLoad:
+        """Return what each rank holds at a moment whose arrays are [layouts, ranks, ...].
+
+        Activations and weight casts are the mean over the chunks that are held then.
+        """
+        load, owns = self.load, self.owns
+        held, waiting, half, graded = moment.held, moment.waiting, moment.half, moment.graded
+        in_flight = held.sum(axis=2)
+        total = np.maximum(in_flight, 1.0)
+        at_end = owns[None] == load.full.shape[1] - 1
+        done = np.where(at_end, waiting, 0.0).sum(axis=2)
+        # the micro-batch in whose half the rank is had its loss to do when that half began
+        losses = np.where(at_end, held, 0.0).sum(axis=2) - done + half * (done > 0)
+        kept = (load.activations[:, owns] * held).sum(axis=2)
+        in_blocks = np.minimum(load.cast, load.full - load.root)
+        # until a micro-batch is through its backward none has been sent on but those that are held
+        unsent = (1.0 - graded) * (1.0 - held / load.micro_batches[:, owns])
+        out = self.always | {
+            "in_flight": in_flight,
+            "half": half,
+            "losses": losses,
+            "logits": np.where(losses > 0, self.always["logits"], 0.0),
+            "final": np.where(losses > 0, self.always["final"], 0.0),
+            "cast": (load.cast[:, owns] * held).sum(axis=2) / total,
+            # what is handed over at a turn is kept by the stage before it
+            "activations": (kept + (self.handed * held[:, :, :-1]).sum(axis=2)) / total,
+            # gradients that were sent: of every micro-batch but those whose backward (or input half) is still to come
+            "back": (self.messages * (held - waiting)).sum(axis=2) / total,
+            "boundary": (self.ends * (1.0 - 0.5 * unsent)).sum(axis=2),
+            "graded": (load.graded[:, owns] * graded).sum(axis=2),
+            "graded_resting": (load.graded_resting[:, owns] * graded).sum(axis=2),
+            "recast": (in_blocks[:, owns] * waiting).sum(axis=2),
+            "waits": (load.captured[:, owns] * waiting).sum(axis=2),
+        }
+        return StageLoad(**out)
+
+
+def owned(load: StageLoad, owns: NDArray[np.intp], turn: Floats, halves: Floats) -> Owned:
+    """Return what ranks hold of their stages: parameters add up, the largest unit is the largest of any.
+
+    Across a turn nothing is sent or received, in either direction.
 
     Args:
         load: of the stages, [layouts, stages].
         owns: [ranks, chunks] the stages of each rank.
         turn: [ranks, chunks - 1] 1 where a rank's next chunk is the next stage (see ``turns``).
-        held: [layouts, ranks, chunks] micro-batches of each stage that are held at that moment.
-        waiting: the same of those whose input half is done.
-        half: [layouts, ranks] 1 where a rank is in a half of a backward.
         halves: [layouts] 1 where the schedule splits backwards.
     """
-    in_flight = held.sum(axis=2)
-    total = np.maximum(in_flight, 1.0)
-    end = load.full.shape[1] - 1
-
-    def added(values: Floats) -> Floats:
-        return values[:, owns].sum(axis=2)
-
-    def largest(values: Floats) -> Floats:
-        return values[:, owns].max(axis=2)
-
-    def mean(values: Floats) -> Floats:
-        return (values[:, owns] * held).sum(axis=2) / total
-
-    sums = (
-        *("full", "trainable", "resting", "trainable_resting", "root", "root_trainable"),
-        *("boundary", "logits", "final", "kept_loss", "steps", "packed"),
-    )
-    means = ("cast", "activations")
-    out = {
-        f.name: (added if f.name in sums else mean if f.name in means else largest)(getattr(load, f.name))
+    always = {
+        f.name: getattr(load, f.name)[:, owns].sum(axis=2)
+        if f.name in SUMS
+        else getattr(load, f.name)[:, owns].max(axis=2)
         for f in fields(StageLoad)
+        if f.name not in AT_A_MOMENT
     }
-    at_end = owns[None] == end
-    done = np.where(at_end, waiting, 0.0).sum(axis=2)
-    # the micro-batch in whose half the rank is had its loss to do when that half began
-    losses = np.where(at_end, held, 0.0).sum(axis=2) - done + half * (done > 0)
-    out |= {n: np.where(losses > 0, out[n], 0.0) for n in ("logits", "final")}
-    out |= {"in_flight": in_flight, "losses": losses}
-    # gradients that were sent back: of every micro-batch but those whose backward (or input half) is still to come
-    message = load.back[:, owns]
-    handed = turn * message[:, :, 1:]
-    message[:, :, 1:] -= handed
-    out["back"] = (message * (held - waiting)).sum(axis=2) / total
-    # both directions of either stage's end; the handed output itself is kept
-    out["boundary"] = out["boundary"] - (4.0 * load.micro_batches[:, owns[:, 1:]] * handed).sum(axis=2)
-    out["activations"] = out["activations"] + (handed * held[:, :, :-1]).sum(axis=2) / total
-    in_blocks = np.minimum(load.cast, load.full - load.root)
-    out["recast"] = (in_blocks[:, owns] * waiting).sum(axis=2)
-    out["captured"] = np.where(at_end, load.captured[:, owns], 0.0).sum(axis=2)
-    out["waits"] = (load.captured[:, owns] * waiting).sum(axis=2)
-    return StageLoad(**out | {"half": half, "halves": np.broadcast_to(halves[:, None], half.shape)})
+    at_end = owns[None] == load.full.shape[1] - 1
+    always["captured"] = np.where(at_end, load.captured[:, owns], 0.0).sum(axis=2)
+    always["halves"] = np.broadcast_to(halves[:, None], always["full"].shape)
+    messages, ends = load.back[:, owns], load.boundary[:, owns]
+    handed = turn * messages[:, :, 1:]
+    messages[:, :, 1:] -= handed
+    both = 2.0 * load.micro_batches[:, owns[:, 1:]] * handed
+    ends[:, :, :-1] -= both
+    ends[:, :, 1:] -= both
+    return Owned(load=load, owns=owns, always=always, messages=messages, ends=ends, handed=handed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +201,8 @@ def stage_load(
         in_flight=in_flight,
         full=table["full"],
         trainable=table["trainable"],
+        graded=table["trainable"],
+        graded_resting=table["trainable_resting"],
         tensor=table["largest"],
         table=table["table"],
         foot=table["table"] * first,

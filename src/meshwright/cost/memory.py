@@ -58,6 +58,7 @@ class StageLoad:
         full, trainable: elements of all units; ``tensor`` of the largest single tensor that trains, ``table`` of the
             root unit's, ``foot`` of the embedding's and ``matrix`` of a block's largest one; ``stage`` the trainable
             elements of the largest stage.
+        graded, graded_resting: of ``trainable`` and ``trainable_resting`` those of which a micro-batch has left gradients.
         root, root_trainable, block, block_trainable: of the root unit and of the largest block.
         cast: elements of matmul weights (which autocast casts).
         packed: bytes of matrices in 4 bits, ``packed_block`` those of the largest block. Every rank holds them, but stage
@@ -101,6 +102,8 @@ class StageLoad:
     in_flight: Floats
     full: Floats
     trainable: Floats
+    graded: Floats
+    graded_resting: Floats
     tensor: Floats
     table: Floats
     foot: Floats
@@ -152,7 +155,7 @@ def peak_memory(load: StageLoad, outside: Floats) -> dict[str, Floats]:
     ``outside`` are the bytes beside the allocator, which are always there.
     """
     moments = moments_away(load, _moments(load))
-    totals = np.stack([sum(m.values(), np.zeros_like(load.full)) for m in moments])
+    totals = _totals(load, moments)
     at = np.argmax(totals, axis=0)
     out: dict[str, Floats] = {}
     for name in CATEGORIES:
@@ -161,6 +164,17 @@ def peak_memory(load: StageLoad, outside: Floats) -> dict[str, Floats]:
     out["outside_allocator"] = np.broadcast_to(outside, load.full.shape)
     out["peak"] = totals.max(axis=0) + outside
     return out
+
+
+def peak_bytes(load: StageLoad, outside: Floats) -> Floats:
+    """Return the bytes at the peak of the step, as ``peak_memory`` has them, and nothing else."""
+    out: Floats = _totals(load, moments_away(load, _moments(load))).max(axis=0) + outside
+    return out
+
+
+def _totals(load: StageLoad, moments: Sequence[Mapping[str, Floats]]) -> Floats:
+    """Return [moments, ...] bytes of each moment's categories together."""
+    return np.stack([sum(m.values(), np.zeros_like(load.full)) for m in moments])
 
 
 def _moments(x: StageLoad) -> list[dict[str, Floats]]:
@@ -182,16 +196,17 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     # where a message outweighs what its micro-batch keeps, a rank with hardly any in flight is as full
     boundary = x.boundary - np.minimum(x.back, x.activations) * x.in_flight
     # FSDP2 holds on to the last reduce-scatter's input (the root unit's) until the next micro-batch reduces
-    stale = np.where((x.zero >= 2) & accumulates, x.reduce * x.root_trainable, 0.0)
+    stale = np.where((x.zero >= 2) & accumulates & (x.graded > 0), x.reduce * x.root_trainable, 0.0)
     # what accumulation has left when the last micro-batch is computed
     held = np.where(
         ~sharded,
         x.storage * x.trainable,
-        np.where(accumulates, np.where(x.zero == 1, x.reduce * x.trainable, gradient_shards), 0.0),
+        np.where(accumulates, np.where(x.zero == 1, x.reduce * x.graded, x.storage * x.graded_resting), 0.0),
     )
     acts = x.in_flight * x.activations + x.waits
     # with every micro-batch of the step in flight either none has left gradients yet, or one is gone
-    fresh = sharded & accumulates & (x.in_flight >= x.steps)
+    # (the moments of a schedule that splits backwards say it themselves)
+    fresh = sharded & accumulates & (x.in_flight >= x.steps) & (x.halves < 1)
     none_yet = fresh & (x.activations >= held + stale)
     held, stale = (np.where(none_yet, 0.0, values) for values in (held, stale))
     acts = acts - np.where(fresh & ~none_yet, x.activations, 0.0)

@@ -6,17 +6,22 @@ what it needs has arrived, a send runs beside compute, a split backward's weight
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.cost.collective import Floats
 from meshwright.schedule.actions import ActionKind, Schedule
 from meshwright.schedule.clock import run_clock
 from meshwright.schedule.generate import GENERATORS, generate
+
+State: TypeAlias = tuple[int, ...]
+"""Of a rank: 1 in a half of a backward, else 0; of each of its stages the micro-batches that are held, those of them that
+wait, and 1 where one has been through its whole backward already."""
 
 ROUNDS: Final = 3
 """Micro-batches per stage after which a schedule is periodic: further ones add the same cycle."""
@@ -137,11 +142,17 @@ class Moment:
         half: [ranks] 1 where the rank is in a half of a split backward, else 0.
         held: [ranks, chunks] micro-batches of each of its stages that are held.
         waiting: [ranks, chunks] those of them whose input half is done (the one that ends now too).
+        graded: [ranks, chunks] 1 where a micro-batch has left its gradients already, else 0.
     """
 
     half: Floats
     held: Floats
     waiting: Floats
+    graded: Floats
+
+    def take(self, index: NDArray[np.intp] | np.intp) -> Moment:
+        """Return the moments of some layouts, of arrays that are [layouts, ranks, ...]."""
+        return Moment(**{f.name: getattr(self, f.name)[index] for f in fields(Moment)})
 
 
 def moments(schedule: Schedule) -> tuple[Moment, ...]:
@@ -152,44 +163,87 @@ def moments(schedule: Schedule) -> tuple[Moment, ...]:
     """
     if all(a.kind is not ActionKind.INPUT_GRAD for row in schedule.rows for a in row):
         held, _ = held_at_peak(schedule)
-        return (Moment(half=np.zeros(len(held)), held=held, waiting=np.zeros_like(held)),)
-    found = [_states(rank, schedule) for rank in range(schedule.num_ranks)]
-    most = max(len(states) for states in found)
-    rows = np.array([[*states, *states[:1] * (most - len(states))] for states in found], dtype=np.float64)
-    v = (rows.shape[2] - 1) // 2
+        none = np.zeros_like(held)
+        return (Moment(half=np.zeros(len(held)), held=held, waiting=none, graded=none + 1.0),)
+    found = [_outermost(_states(rank, schedule)) for rank in range(schedule.num_ranks)]
+    alone = np.intp(0)
+    return tuple(x.take(alone) for x in stacked([found]))
+
+
+def stacked(found: Sequence[Sequence[Sequence[State]]]) -> tuple[Moment, ...]:
+    """Return states, of layouts and their ranks, as moments whose arrays are [layouts, ranks, ...]."""
+    most = max(len(states) for ranks in found for states in ranks)
+    rows = np.array(
+        [[[*states, *states[:1] * (most - len(states))] for states in ranks] for ranks in found],
+        dtype=np.float64,
+    )
+    v = (rows.shape[-1] - 1) // 3
     return tuple(
-        Moment(half=rows[:, n, 0], held=rows[:, n, 1 : v + 1], waiting=rows[:, n, v + 1 :])
-        for n in range(most)
+        Moment(
+            half=x[..., 0],
+            held=x[..., 1 : v + 1],
+            waiting=x[..., v + 1 : 2 * v + 1],
+            graded=x[..., 2 * v + 1 :],
+        )
+        for x in (rows[..., n, :] for n in range(most))
     )
 
 
-def _states(rank: int, schedule: Schedule) -> list[tuple[int, ...]]:
-    """Return (half, held of each chunk, waiting of each chunk) of one rank's backwards that no other state exceeds.
+@lru_cache(maxsize=256)
+def run_states(name: str, ranks: int, m: int, chunks: int, first: int, last: int) -> tuple[State, ...]:
+    """Return the states of ranks ``first`` to ``last`` of a named schedule that none of any of them exceeds.
+
+    Beyond its first rounds a schedule repeats itself, and so do its states.
+    """
+    schedule = _first_rounds(name, ranks, min(m, ROUNDS * ranks), chunks)
+    return tuple(_outermost({x for rank in range(first, last + 1) for x in _states(rank, schedule)}))
+
+
+def _outermost(found: Iterable[State]) -> list[State]:
+    """Return the states, of equal halves, that no other one exceeds, nor two others taken half each.
+
+    What is held at a state is a sum over what it counts: it is largest at such a state.
+    """
+    left = np.array(sorted(found, key=sum, reverse=True), dtype=np.int32)
+    front: list[NDArray[np.int32]] = []
+    while len(left):
+        front.append(left[0])
+        left = left[~((left <= left[0]).all(axis=1) & (left[:, 0] == left[0, 0]))]
+    table = np.array(front)
+    others = ~np.eye(len(table), dtype=np.bool_)
+    twice = table[:, None, :] + table[None, :, :]
+    keep = [
+        not ((twice >= 2 * x).all(axis=2) & (twice[:, :, 0] == 2 * x[0]) & own[:, None] & own[None, :]).any()
+        for x, own in zip(table, others, strict=True)
+    ]
+    return sorted(tuple(int(n) for n in x) for x, kept in zip(table, keep, strict=True) if kept)
+
+
+def _states(rank: int, schedule: Schedule) -> set[State]:
+    """Return the states of one rank's backwards.
 
     The first stage does its whole backward in its weight half: nothing of it waits.
     """
     owns = [stage for stage, home in enumerate(schedule.stage_ranks) if home == rank]
-    held, waiting = [0] * len(owns), [0] * len(owns)
-    found: set[tuple[int, ...]] = set()
+    held, waiting, graded = [0] * len(owns), [0] * len(owns), [0] * len(owns)
+    found: set[State] = set()
+    place = {stage: at for at, stage in enumerate(owns)}
     for action in schedule.rows[rank]:
-        at = owns.index(action.stage)
+        at = place[action.stage]
         if action.kind is ActionKind.FORWARD:
             held[at] += 1
         elif action.kind is ActionKind.INPUT_GRAD and action.stage == 0:
             continue
         elif action.kind is ActionKind.INPUT_GRAD:
             waiting[at] += 1
-            found.add((1, *held, *waiting))
+            found.add((1, *held, *waiting, *graded))
         else:
             split = action.kind is ActionKind.WEIGHT_GRAD and action.stage > 0
-            found.add((int(split), *held, *waiting))
+            found.add((int(split), *held, *waiting, *graded))
             held[at] -= 1
             waiting[at] -= split
-    return sorted(
-        x
-        for x in found
-        if not any(y != x and y[0] == x[0] and all(b >= a for a, b in zip(x, y, strict=True)) for y in found)
-    )
+            graded[at] = 1
+    return found
 
 
 def held_at_peak(schedule: Schedule) -> tuple[Floats, Floats]:

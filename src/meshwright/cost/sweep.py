@@ -16,11 +16,12 @@ from meshwright.cost.bounds import chunks_held, least_seconds, split_moments
 from meshwright.cost.collective import Floats
 from meshwright.cost.data_parallel import data_waits
 from meshwright.cost.fast import ALL_SPLIT, SUMMED, optimizer_seconds, other_seconds
-from meshwright.cost.loads import Sizes, over_owned, stage_load
-from meshwright.cost.memory import StageLoad, outside_allocator, peak_memory
+from meshwright.cost.loads import Sizes, owned, stage_load
+from meshwright.cost.memory import StageLoad, outside_allocator, peak_bytes
 from meshwright.cost.offload import is_away
 from meshwright.cost.offloaded import away_codes, away_seconds
 from meshwright.cost.pieces import Pricer
+from meshwright.cost.replay import Moment
 from meshwright.cost.rows import Index, Rows
 from meshwright.cost.slots import Slot
 from meshwright.cost.tables import EDGES, SECONDS, SIZES, WORK, Tables
@@ -168,18 +169,13 @@ def _peaks(
         in_flight, held = chunks_held(rows, slot, m)
         ranks = replace(load, in_flight=in_flight, losses=in_flight)
         if slot.chunks > 1:
-            ranks = over_owned(load, slot.owns, slot.turn, *_whole(held))
-        return peak_memory(ranks, outside)["peak"].max(axis=1)
-    found: list[Floats] = []
-    for x in split_moments(rows, slot, m):
-        ranks = over_owned(load, slot.owns, slot.turn, x.held, x.waiting, x.half, np.ones(len(rows)))
-        found.append(peak_memory(ranks, outside)["peak"].max(axis=1))
+            none = np.zeros_like(held)
+            whole = Moment(half=none[:, :, 0], held=held, waiting=none, graded=none + 1.0)
+            ranks = owned(load, slot.owns, slot.turn, np.zeros(len(rows))).at(whole)
+        return peak_bytes(ranks, outside).max(axis=1)
+    ranks = owned(load, slot.owns, slot.turn, np.ones(len(rows)))
+    found = [peak_bytes(ranks.at(x), outside).max(axis=1) for x in split_moments(rows, slot, m)]
     return np.max(np.stack(found), axis=0)
-
-
-def _whole(held: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return what ``over_owned`` is told of a moment outside the halves of a backward."""
-    return held, np.zeros_like(held), np.zeros(held.shape[:2]), np.zeros(len(held))
 
 
 def _over(slot: Slot, values: Floats) -> Floats:

@@ -104,12 +104,11 @@ def zbv(num_ranks: int, num_micro_batches: int) -> tuple[Row, ...]:
 
 
 class _Slots:
-    """A V-shaped pipeline played in slots of one action per rank."""
+    """A V-shaped pipeline played in slots of one action per rank; a stage takes its micro-batches in order."""
 
     def __init__(self, num_ranks: int, num_micro_batches: int) -> None:
         self.p, self.m = num_ranks, num_micro_batches
         self.last = 2 * num_ranks - 1
-        self.done: set[Action] = set()
         self.out: list[list[Action]] = [[] for _ in range(num_ranks)]
         self.forwards = [0] * (2 * num_ranks)
         self.inputs = [0] * (2 * num_ranks)
@@ -129,12 +128,12 @@ class _Slots:
         near, far = rank, self.last - rank
         for stage in (near, far):  # the gradient that has less way to go frees its micro-batch first
             k = self.inputs[stage]
-            after = _input(stage + 1, k) if stage < self.last else _forward(stage, k)
-            if k < self.m and after in self.done and _forward(stage, k) in self.done:
+            behind = self.inputs[stage + 1] if stage < self.last else self.m
+            if k < min(self.m, behind, self.forwards[stage]):
                 return _input(stage, k)
         for stage in (far, near):
             k = self.forwards[stage]
-            if k < self.m and (stage == 0 or _forward(stage - 1, k) in self.done):
+            if k < (self.forwards[stage - 1] if stage else self.m):
                 if stage == near and 2 * (k + 1) - self.freed[rank] > 2 * self.p:
                     continue
                 return _forward(stage, k)
@@ -142,7 +141,6 @@ class _Slots:
 
     def _do(self, rank: int, action: Action) -> None:
         self.out[rank].append(action)
-        self.done.add(action)
         if action.kind is ActionKind.FORWARD:
             self.forwards[action.stage] += 1
         elif action.kind is ActionKind.INPUT_GRAD:
