@@ -11,6 +11,7 @@ from tests.unit.test_cluster_load import PROBE
 from meshwright.cluster.load import cluster_from_probe, read_cluster
 from meshwright.cost.bounds import split_moments
 from meshwright.cost.fast import columns
+from meshwright.cost.loads import owned, turns
 from meshwright.cost.pieces import make_pricer
 from meshwright.cost.replay import Moment, makespans, moments
 from meshwright.cost.rows import rows_of
@@ -66,6 +67,40 @@ def test_closed_forms_are_states_that_the_rows_reach_or_exceed(schedule: str):
             ), (pp, m, rank, mine, here)
             reached += 1
         assert reached or m < 2 * pp
+
+
+def test_gradients_are_there_only_behind_the_first_weight_half():
+    """ZB-V is fullest before any micro-batch is through its backward; once all have gradients less is kept."""
+    for rank, near in ((0, 0), (2, 3), (3, 4)):
+        states = {
+            (tuple(map(int, x.held[rank])), tuple(map(int, x.waiting[rank]))): tuple(map(int, x.graded[rank]))
+            for x in moments(generate("zbv", 4, 8, 2))
+        }
+        assert states[(4, 4), (near, 4)] == (0, 0)
+        later = [sum(held) + sum(waiting) for (held, waiting), graded in states.items() if all(graded)]
+        assert later
+        assert max(later) < 12 + near
+
+
+def test_across_the_turn_of_a_v_nothing_is_sent():
+    p, m = 4, 8
+    pricer = make_pricer(read_model("llama-2-7b"), read_cluster("a100-80gb-x8"), 2048, "bf16")
+    layout = Layout(pp=p, chunks=2, schedule="zbv")
+    schedule = generate("zbv", p, m, 2)
+    batch = Batch(global_batch=m, micro_batch=1, accumulation=m, dp=1, seq_len=2048)
+    load = columns(pricer, [layout], [batch], schedule).load
+    stages = np.array([[r, 2 * p - 1 - r] for r in range(p)], dtype=np.intp)
+    message = load.back[0, 1]
+    assert message == 2048 * 4096 * 4
+    ones = np.ones((1, p, 2))
+    full = Moment(half=ones[:, :, 0], held=ones, waiting=ones, graded=ones)
+    with_turn = owned(load, stages, turns(stages), np.ones(1)).at(full)
+    without = owned(load, stages, 0.0 * turns(stages), np.ones(1)).at(full)
+    assert turns(stages).tolist() == [[0], [0], [0], [1]]
+    # both stages' ends there: what is received and what is sent, of every micro-batch
+    assert (without.boundary - with_turn.boundary).tolist() == [[0, 0, 0, 4 * m * message]]
+    # the output that is handed over is kept, and is one of two chunks' here
+    assert (with_turn.activations - without.activations).tolist() == [[0, 0, 0, 0.5 * message]]
 
 
 def test_two_halves_take_longer_than_the_whole_on_a_cpu_only():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.cost.collective import Floats
-from meshwright.cost.replay import Moment, run_states, stacked
+from meshwright.cost.replay import ROUNDS, Moment, run_states, stacked
 from meshwright.cost.rows import Rows
 from meshwright.cost.slots import Slot
 
@@ -169,7 +169,8 @@ def split_moments(rows: Rows, slot: Slot, m: Floats) -> tuple[Moment, ...]:
     """
     if slot.chunks > 1:
         names, runs = rows.values["schedule"], list(zip(slot.ranks_first, slot.ranks_last, strict=True))
-        kinds, at = np.unique(np.stack((rows.codes["schedule"], m)), axis=1, return_inverse=True)
+        played = np.minimum(m, float(ROUNDS * slot.pp))
+        kinds, at = np.unique(np.stack((rows.codes["schedule"], played)), axis=1, return_inverse=True)
         told = stacked(
             [
                 [run_states(names[int(n)], slot.pp, int(k), slot.chunks, int(a), int(b)) for a, b in runs]
@@ -184,18 +185,12 @@ def split_moments(rows: Rows, slot: Slot, m: Floats) -> tuple[Moment, ...]:
     held = np.broadcast_to(np.minimum(mm, p), later.shape)
     late = np.minimum(mm, rank + 1.0) * later
     few = np.broadcast_to(mm <= p, later.shape)
-    gone = np.where(few, held - 1.0, held)
-    return (
-        Moment(
-            half=later,
-            held=held[:, :, None],
-            waiting=late[:, :, None],
-            graded=np.where(few, 0.0, 1.0)[:, :, None],
-        ),
-        Moment(
-            half=later,
-            held=gone[:, :, None],
-            waiting=np.minimum(late, gone)[:, :, None],
-            graded=np.ones_like(gone)[:, :, None],
-        ),
-    )
+
+    def held_by(count: Floats, graded: Floats) -> Moment:
+        waiting = np.minimum(late, count)
+        return Moment(
+            half=later, held=count[:, :, None], waiting=waiting[:, :, None], graded=graded[:, :, None]
+        )
+
+    full = held_by(held, np.where(few, 0.0, 1.0))
+    return (full, held_by(held - few, np.ones_like(later))) if few.any() else (full,)

@@ -38,7 +38,7 @@ def rank_peaks(load: StageLoad, row: int, schedule: Schedule, outside: Floats) -
 
 
 def turns(stages: NDArray[np.intp]) -> Floats:
-    """Return, from the stages [ranks, chunks] of each rank, 1 where the next chunk is the next stage, [ranks, chunks - 1].
+    """Return 1 where a rank's next chunk is the next stage, [ranks, chunks - 1], from the stages [ranks, chunks] of each.
 
     There a V turns: what one stage gives the next is handed over within the rank, nothing is sent or received.
     """
@@ -99,7 +99,8 @@ class Owned:
         in_blocks = np.minimum(load.cast, load.full - load.root)
         # until a micro-batch is through its backward none has been sent on but those that are held
         unsent = (1.0 - graded) * (1.0 - held / load.micro_batches[:, owns])
-        out = self.always | {
+        out: dict[str, Floats] = {
+            **self.always,
             "in_flight": in_flight,
             "half": half,
             "losses": losses,
@@ -130,7 +131,7 @@ def owned(load: StageLoad, owns: NDArray[np.intp], turn: Floats, halves: Floats)
         turn: [ranks, chunks - 1] 1 where a rank's next chunk is the next stage (see ``turns``).
         halves: [layouts] 1 where the schedule splits backwards.
     """
-    always = {
+    always: dict[str, Floats] = {
         f.name: getattr(load, f.name)[:, owns].sum(axis=2)
         if f.name in SUMS
         else getattr(load, f.name)[:, owns].max(axis=2)

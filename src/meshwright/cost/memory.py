@@ -58,7 +58,7 @@ class StageLoad:
         full, trainable: elements of all units; ``tensor`` of the largest single tensor that trains, ``table`` of the
             root unit's, ``foot`` of the embedding's and ``matrix`` of a block's largest one; ``stage`` the trainable
             elements of the largest stage.
-        graded, graded_resting: of ``trainable`` and ``trainable_resting`` those of which a micro-batch has left gradients.
+        graded, graded_resting: of ``trainable`` and ``trainable_resting`` those that a micro-batch has left gradients of.
         root, root_trainable, block, block_trainable: of the root unit and of the largest block.
         cast: elements of matmul weights (which autocast casts).
         packed: bytes of matrices in 4 bits, ``packed_block`` those of the largest block. Every rank holds them, but stage
@@ -174,7 +174,11 @@ def peak_bytes(load: StageLoad, outside: Floats) -> Floats:
 
 def _totals(load: StageLoad, moments: Sequence[Mapping[str, Floats]]) -> Floats:
     """Return [moments, ...] bytes of each moment's categories together."""
-    return np.stack([sum(m.values(), np.zeros_like(load.full)) for m in moments])
+    out = np.zeros((len(moments), *load.full.shape))
+    for total, moment in zip(out, moments, strict=True):
+        for values in moment.values():
+            total += values
+    return out
 
 
 def _moments(x: StageLoad) -> list[dict[str, Floats]]:

@@ -157,6 +157,9 @@ class Pricer(Facts):
         default_factory=dict[tuple[int, float, int, int], Products]
     )
     _parts: dict[tuple[int, WorkKey], Parts] = field(default_factory=dict[tuple[int, WorkKey], Parts])
+    _product: dict[tuple[float, float, float], float] = field(
+        default_factory=dict[tuple[float, float, float], float]
+    )
     _ends: dict[tuple[str, WorkKey, str], Work] = field(default_factory=dict[tuple[str, WorkKey, str], Work])
 
     def block(self, kind: int, key: WorkKey) -> Work:
@@ -195,9 +198,9 @@ class Pricer(Facts):
             logits = tokens * v
             norm = 6.0 * tokens * h * max(4, c)
             copy = (c + 4.0) if c < 4 else 0.0  # a float32 copy of 16-bit logits
-            forward = r.matmul_s(tokens, h, v) + (norm + logits * (copy + 16.0)) / r.copy_rate
+            forward = self._product_s(tokens, h, v) + (norm + logits * (copy + 16.0)) / r.copy_rate
             trained = not all((t.tied_to or t.name) in self.stopped for t in self.spec.head)
-            backward = r.matmul_s(tokens, v, h) + (r.matmul_s(v, tokens, h) if trained else 0.0)
+            backward = self._product_s(tokens, v, h) + (self._product_s(v, tokens, h) if trained else 0.0)
             backward += (2.0 * norm + logits * (copy + 20.0)) / r.copy_rate
             forward += 14 * r.op_s
             backward += 14 * r.backward_op_s
@@ -215,9 +218,9 @@ class Pricer(Facts):
                 captured = kept_loss = tokens * h * wide + (full * v * h if trained else 0.0)
                 chunks = loss_chunks(key.tp)
                 rows = tokens / chunks
-                forward = r.matmul_s(rows, h, v) + r.matmul_s(rows, v, h)
+                forward = self._product_s(rows, h, v) + self._product_s(rows, v, h)
                 if trained:
-                    forward += r.matmul_s(v, rows, h) + 2.0 * full * v * h / r.copy_rate
+                    forward += self._product_s(v, rows, h) + 2.0 * full * v * h / r.copy_rate
                 forward = chunks * (forward + CHUNK_OPS * r.op_s)
                 forward += (norm + logits * (copy + 24.0)) / r.copy_rate + 10 * r.op_s
                 backward = (2.0 * norm + 2.0 * kept_loss) / r.copy_rate + 10 * r.backward_op_s
@@ -238,10 +241,18 @@ class Pricer(Facts):
                 loss=kept_loss,
                 captured=captured,
                 split=0.0 if r.overlaps else split_s(self, 21, 0.0 if loss == "chunked" else captured),
-                weight=r.matmul_s(v, tokens, h) * r.head_scale[1] if trained and loss != "chunked" else 0.0,
+                weight=self._product_s(v, tokens, h) * r.head_scale[1]
+                if trained and loss != "chunked"
+                else 0.0,
                 flops=(6.0 if trained else 4.0) * tokens * h * v,
             )
         return self._ends[slot]
+
+    def _product_s(self, m: float, k: float, n: float) -> float:
+        """Return the seconds of a matrix product; many layouts have the same one in the head."""
+        if (m, k, n) not in self._product:
+            self._product[m, k, n] = self.rates.matmul_s(m, k, n)
+        return self._product[m, k, n]
 
     def _price_block(self, kind: int, key: WorkKey) -> Work:
         same = replace(key, recompute="none")

@@ -174,7 +174,7 @@ def stacked(found: Sequence[Sequence[Sequence[State]]]) -> tuple[Moment, ...]:
     """Return states, of layouts and their ranks, as moments whose arrays are [layouts, ranks, ...]."""
     most = max(len(states) for ranks in found for states in ranks)
     rows = np.array(
-        [[[*states, *states[:1] * (most - len(states))] for states in ranks] for ranks in found],
+        [[[*states, *[states[0]] * (most - len(states))] for states in ranks] for ranks in found],
         dtype=np.float64,
     )
     v = (rows.shape[-1] - 1) // 3
@@ -193,14 +193,14 @@ def stacked(found: Sequence[Sequence[Sequence[State]]]) -> tuple[Moment, ...]:
 def run_states(name: str, ranks: int, m: int, chunks: int, first: int, last: int) -> tuple[State, ...]:
     """Return the states of ranks ``first`` to ``last`` of a named schedule that none of any of them exceeds.
 
-    Beyond its first rounds a schedule repeats itself, and so do its states.
+    Beyond its first ``ROUNDS`` rounds a schedule repeats itself, and so do its states.
     """
-    schedule = _first_rounds(name, ranks, min(m, ROUNDS * ranks), chunks)
+    schedule = _first_rounds(name, ranks, m, chunks)
     return tuple(_outermost({x for rank in range(first, last + 1) for x in _states(rank, schedule)}))
 
 
 def _outermost(found: Iterable[State]) -> list[State]:
-    """Return the states, of equal halves, that no other one exceeds, nor two others taken half each.
+    """Return the states, of equal halves, that no other one exceeds, nor two others taken half each; fullest first.
 
     What is held at a state is a sum over what it counts: it is largest at such a state.
     """
@@ -216,7 +216,7 @@ def _outermost(found: Iterable[State]) -> list[State]:
         not ((twice >= 2 * x).all(axis=2) & (twice[:, :, 0] == 2 * x[0]) & own[:, None] & own[None, :]).any()
         for x, own in zip(table, others, strict=True)
     ]
-    return sorted(tuple(int(n) for n in x) for x, kept in zip(table, keep, strict=True) if kept)
+    return [tuple(int(n) for n in x) for x, kept in zip(table, keep, strict=True) if kept]
 
 
 def _states(rank: int, schedule: Schedule) -> set[State]:

@@ -6,6 +6,7 @@ the makespan is an admissible bound (``cost.bounds``) instead of rows played on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Final
@@ -82,10 +83,13 @@ WORST: Final = ("again", "transient", "inside", "gone", "whole", "norm", "grown"
 MEMORY: Final = ("kept", "final", "loss", "captured", *WORST)
 
 
-def sweep(tables: Tables, rows: Rows, slot: Slot, timed: Timed | None = None) -> Swept:
+def sweep(
+    tables: Tables, rows: Rows, slot: Slot, timed: Timed | None = None, limit: float = math.inf
+) -> Swept:
     """Return what every row takes and holds; ``slot`` describes the stages that all rows share.
 
-    ``timed`` are their seconds where they are known.
+    ``timed`` are their seconds where they are known. Of a row that holds more than ``limit`` bytes at one moment no
+    other moment is looked at.
     """
     pricer = tables.pricer
     times = step_seconds(tables, rows, slot) if timed is None else timed
@@ -93,7 +97,7 @@ def sweep(tables: Tables, rows: Rows, slot: Slot, timed: Timed | None = None) ->
     m, zero = rows.column("accumulation"), rows.column("stage")
     load = _load(pricer, rows, slot, work, table, m, zero)
     outside = _outside(pricer, rows, slot)[:, None]
-    peak = _peak(pricer, rows, slot, load, m, outside)
+    peak = _peak(rows, slot, load, m, outside, limit)
     held = {f.name: getattr(times, f.name) for f in fields(Timed)}
     return Swept(**held, load=load, outside=outside, peak=peak)
 
@@ -143,7 +147,7 @@ def step_seconds(tables: Tables, rows: Rows, slot: Slot) -> Timed:
     return Timed(forward=forward, backward=backward, weight=weight, send=send, rest=rest, least=length + rest)
 
 
-def _peak(pricer: Pricer, rows: Rows, slot: Slot, load: StageLoad, m: Floats, outside: Floats) -> Floats:
+def _peak(rows: Rows, slot: Slot, load: StageLoad, m: Floats, outside: Floats, limit: float) -> Floats:
     """Return [rows] bytes of the fullest rank; rows whose schedule splits backwards at each moment that may be it."""
     peak = np.zeros(len(rows))
     split = rows.flag("schedule", *SPLIT) if slot.pp > 1 else np.zeros(len(rows), dtype=np.bool_)
@@ -156,26 +160,38 @@ def _peak(pricer: Pricer, rows: Rows, slot: Slot, load: StageLoad, m: Floats, ou
         if not all_rows:
             part = rows.take(some)
             one = replace(load, **{f.name: getattr(load, f.name)[some] for f in fields(StageLoad)})
-        found = _peaks(pricer, part, slot, one, m[some], outside[some], split=names is not None)
-        peak[some] = found
+        if names is None:
+            peak[some] = _peaks(part, slot, one, m[some], outside[some])
+        else:
+            peak[some] = _split_peaks(part, slot, one, m[some], outside[some], limit)
     return peak
 
 
-def _peaks(
-    pricer: Pricer, rows: Rows, slot: Slot, load: StageLoad, m: Floats, outside: Floats, *, split: bool
-) -> Floats:
-    """Return [rows] bytes of the fullest rank of rows whose schedules all split backwards, or none of them."""
-    if not split:
-        in_flight, held = chunks_held(rows, slot, m)
-        ranks = replace(load, in_flight=in_flight, losses=in_flight)
-        if slot.chunks > 1:
-            none = np.zeros_like(held)
-            whole = Moment(half=none[:, :, 0], held=held, waiting=none, graded=none + 1.0)
-            ranks = owned(load, slot.owns, slot.turn, np.zeros(len(rows))).at(whole)
-        return peak_bytes(ranks, outside).max(axis=1)
+def _peaks(rows: Rows, slot: Slot, load: StageLoad, m: Floats, outside: Floats) -> Floats:
+    """Return [rows] bytes of the fullest rank of rows whose schedules have whole backwards."""
+    in_flight, held = chunks_held(rows, slot, m)
+    ranks = replace(load, in_flight=in_flight, losses=in_flight)
+    if slot.chunks > 1:
+        none = np.zeros_like(held)
+        whole = Moment(half=none[:, :, 0], held=held, waiting=none, graded=none + 1.0)
+        ranks = owned(load, slot.owns, slot.turn, np.zeros(len(rows))).at(whole)
+    return peak_bytes(ranks, outside).max(axis=1)
+
+
+def _split_peaks(rows: Rows, slot: Slot, load: StageLoad, m: Floats, outside: Floats, limit: float) -> Floats:
+    """Return [rows] bytes of the fullest rank of rows whose schedules split backwards; see ``sweep`` for ``limit``."""
+    first, *others = split_moments(rows, slot, m)
     ranks = owned(load, slot.owns, slot.turn, np.ones(len(rows)))
-    found = [peak_bytes(ranks.at(x), outside).max(axis=1) for x in split_moments(rows, slot, m)]
-    return np.max(np.stack(found), axis=0)
+    peak = peak_bytes(ranks.at(first), outside).max(axis=1)
+    left = np.flatnonzero(peak <= limit)
+    if not others or not len(left):
+        return peak
+    if len(left) < len(rows):
+        part = replace(load, **{f.name: getattr(load, f.name)[left] for f in fields(StageLoad)})
+        ranks = owned(part, slot.owns, slot.turn, np.ones(len(left)))
+    found = [peak_bytes(ranks.at(x.take(left)), outside[left]).max(axis=1) for x in others]
+    peak[left] = np.maximum(peak[left], np.max(np.stack(found), axis=0))
+    return peak
 
 
 def _over(slot: Slot, values: Floats) -> Floats:

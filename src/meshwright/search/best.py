@@ -6,6 +6,7 @@ so far have, so no layout in it can be among the best, or on the Pareto front.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -189,7 +190,9 @@ def _price(one: Surveyed, index: Index, best: Best, *, every: bool = False) -> N
     if not len(rows):
         return
     times = step_seconds(one.tables, rows, one.slot)
+    limit = math.inf
     if best.found and not every:
+        limit = best.limit
         # something fits, so that nobody asks for near misses: bytes only of what is fast enough
         memory = np.repeat(one.memory[index], one.blocks.count[index])
         some = np.flatnonzero(~best.beaten(times.least, memory))
@@ -197,7 +200,7 @@ def _price(one: Surveyed, index: Index, best: Best, *, every: bool = False) -> N
             return
         if len(some) < len(rows):
             rows, times = rows.take(some), times.take(some)
-    priced = sweep(one.tables, rows, one.slot, times)
+    priced = sweep(one.tables, rows, one.slot, times, limit)
     best.searched += len(rows)
     fits = priced.peak <= best.limit
     best.fitting += int(fits.sum())
