@@ -14,6 +14,7 @@ from meshwright.cost.memory import StageLoad, fullest, peak_memory
 from meshwright.cost.replay import Moment, moments
 from meshwright.cost.work import COMPUTE_BYTES, STATE_BYTES, Facts
 from meshwright.layout.layout import LOSS_CHUNKS
+from meshwright.model.logits import after_head
 from meshwright.schedule.actions import ActionKind, Schedule
 
 
@@ -206,7 +207,8 @@ def stage_load(
         graded_resting=table["trainable_resting"],
         tensor=table["largest"],
         table=table["table"],
-        foot=table["table"] * first,
+        # a tied head's gradient waits for the embedding's, and their sum is made beside both
+        foot=table["table"] * first * (1.0 + 2.0 * last * float(spec.tied_embeddings)),
         matrix=table["matrix"],
         root=table["root"],
         root_trainable=table["root_trainable"],
@@ -231,6 +233,7 @@ def stage_load(
         stage=table["trainable"],
         final=per_stage("final"),
         kept_loss=per_stage("loss"),
+        capped=np.full(shape, 0.0 if after_head(spec).cap is None else float(facts.compute_bytes)),
         chunked=wide(chunked),
         logits=last * wide(sizes.tokens * spec.vocab_size / parts),
         losses=in_flight,

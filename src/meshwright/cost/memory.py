@@ -56,7 +56,7 @@ class StageLoad:
         zero, micro_batches, in_flight: of the layout and its schedule.
         resting, trainable_resting: elements of all units that one rank of their shard groups holds.
         full, trainable: elements of all units; ``tensor`` of the largest single tensor that trains, ``table`` of the
-            root unit's, ``foot`` of the embedding's and ``matrix`` of a block's largest one; ``stage`` the trainable
+            root unit's, ``foot`` of the embedding's gradients and ``matrix`` of a block's largest one; ``stage`` the trainable
             elements of the largest stage.
         graded, graded_resting: of ``trainable`` and ``trainable_resting`` those that a micro-batch has left gradients of.
         root, root_trainable, block, block_trainable: of the root unit and of the largest block.
@@ -77,6 +77,7 @@ class StageLoad:
         final: the part of ``activations`` that is gone before a block's backward (final norm, head's input).
         logits: elements of logits alive at once on this rank (0 but on the last stage).
         kept_loss: bytes that the loss keeps of a micro-batch until its backward.
+        capped: bytes per logit of the scaled tanh, which keeps its output until its backward (0 without one).
         losses: micro-batches whose loss is kept (in flight on the last stage).
         chunked: 1 where the loss runs by chunks of tokens, else 0.
         storage, compute, reduce: bytes per element at rest, computing, and when reduced.
@@ -131,6 +132,7 @@ class StageLoad:
     final: Floats
     logits: Floats
     kept_loss: Floats
+    capped: Floats
     losses: Floats
     chunked: Floats
     storage: Floats
@@ -222,14 +224,17 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     ends = np.where(three, x.compute * (x.root + x.block) + x.packed_block, kept)
     inside = np.where(three, x.compute * (x.root + 2.0 * x.block) + 2.0 * x.packed_block, kept)
     loss_bytes = np.where(x.vocab > 0, 4.0 + np.maximum(x.compute, 4.0), LOSS_LOGITS_BYTES)
-    loss_bytes = loss_bytes + np.where((x.vocab > 0) & (x.compute < 4.0), x.compute, 0.0)
+    loss_bytes = loss_bytes + np.where((x.vocab > 0) & (x.compute < 4.0), x.compute, 0.0) + x.capped
+    # a chunk's two float32 sets of logits, then its gradient beside the product that is added to the weight's
+    chunk = CHUNK_LOGITS_BYTES * x.logits
+    chunk = np.where(x.compute < 4.0, np.maximum(chunk, x.compute * (x.logits + x.table)), chunk)
     # the first forward also holds the flat buffer that the last block was gathered into
     buffer = np.where(
         sharded & ~three & ~accumulates, np.maximum(x.compute * x.block - 2.0 * x.logits, 0.0), 0.0
     )
     loss = always | {
         "activations": acts - x.half * x.captured + casts,
-        "logits": np.where(chunked, CHUNK_LOGITS_BYTES * x.logits + x.kept_loss, loss_bytes * x.logits)
+        "logits": np.where(chunked, chunk + x.kept_loss, loss_bytes * x.logits)
         + kept_logits,
         "working": ends + buffer + boundary + stale,
     }
