@@ -78,6 +78,8 @@ def test_small_steps_are_played_as_they_are():
 def test_places_are_counted_from_the_nearer_end():
     assert [GRID.blocks.near(i, 6) for i in range(6)] == [0, 1, None, None, -2, -1]
     assert [GRID.micro_batches.near(k, 4) for k in range(4)] == [0, None, -2, -1]
+    turns = axis(26, 6, 2, alike=True, parts=3)
+    assert [turns.near(k, 8) for k in range(8)] == [0, 1, None, None, -4, -3, -2, -1]
     place = Place("backward", 0, 29, "block", 38)
     near = GRID.near(place, (40, 30))
     assert near == Place("backward", 0, -1, "block", -2)

@@ -23,13 +23,21 @@ FEWEST_MICRO_BATCHES: Final = 3
 """A first one and two at the end: the last one also completes the gradients."""
 FEWEST_IN_PIPELINE: Final = 2
 """Micro-batches for each rank of a pipeline: it fills and empties once."""
+FEWEST_BY_TURNS: Final = 3
+"""The same where a rank's stages take turns: the fullest moment of a long step is up to two rounds before its end."""
+FEWEST_IN_V: Final = 4
+"""The same in a V, whose first stage runs ahead of the second by up to two rounds at either end."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The sizes that are traced along one direction: one, or three at equal distances."""
+    """The sizes that are traced along one direction: one, or three at equal distances.
+
+    Of the smallest size one part in ``parts`` is counted from the start, the others from the end.
+    """
 
     sizes: tuple[int, ...]
+    parts: int = 2
 
     @property
     def step(self) -> int:
@@ -43,23 +51,23 @@ class Axis:
     def near(self, index: int, size: int) -> int | None:
         """Return ``index`` of ``size`` counted from the nearer end (the last is -1), or None in the middle.
 
-        The smallest size is cut in two halves; what a larger one has between them is the middle.
+        The smallest size is cut in two; what a larger one has between them is the middle.
         """
         if len(self.sizes) == 1:
             return index
-        first = self.sizes[0] // 2
+        first = self.sizes[0] // self.parts
         if index < first:
             return index
         back = index - size
         return back if back >= first - self.sizes[0] else None
 
 
-def axis(size: int, fewest: int, step: int, *, alike: bool) -> Axis:
+def axis(size: int, fewest: int, step: int, *, alike: bool, parts: int = 2) -> Axis:
     """Return what is traced along a direction: three small sizes, or ``size`` itself where that is not more work."""
     start = fewest + (size - fewest) % step
     if not alike or size <= start + 2 * step:
-        return Axis((size,))
-    return Axis((start, start + step, start + 2 * step))
+        return Axis((size,), parts)
+    return Axis((start, start + step, start + 2 * step), parts)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,11 @@ from typing import Any
 from meshwright.base.records import MemoryBytes
 from meshwright.exact.compose import (
     FEWEST_BLOCKS,
+    FEWEST_BY_TURNS,
     FEWEST_IN_PIPELINE,
+    FEWEST_IN_V,
     FEWEST_MICRO_BATCHES,
+    Axis,
     Grid,
     Size,
     axis,
@@ -19,9 +22,11 @@ from meshwright.exact.compose import (
 )
 from meshwright.exact.model import reduced, uniform
 from meshwright.exact.trace import PHASES, Trace, memory_of
+from meshwright.layout.layout import Layout
 from meshwright.model.spec import ModelSpec
 from meshwright.program.make import make_plan
 from meshwright.program.plan import Plan
+from meshwright.schedule.generate import V_SHAPED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +117,25 @@ def rank_memory(task: RankTask, trace: Callable[[Plan, ModelSpec], Trace]) -> Ra
 
 def _grid(task: RankTask) -> Grid:
     """Return the sizes to play: small ones where blocks (or micro-batches) are alike, else the plan's own."""
-    layout, m = task.plan.layout, task.plan.batch.accumulation
+    layout = task.plan.layout
     held = {layout.cut_layers[stage] for stage in task.stages}
     alike = len(held) == 1 and uniform(task.spec, task.plan.frozen)
     blocks = axis(layout.cut_layers[task.stages[0]], FEWEST_BLOCKS, 1, alike=alike)
-    fewest = FEWEST_MICRO_BATCHES if layout.pp == 1 else FEWEST_IN_PIPELINE * layout.pp
-    step = layout.pp if layout.chunks > 1 else 1
-    micro_batches = axis(m, fewest, step, alike=not layout.schedule.startswith("@"))
-    return Grid(blocks, micro_batches)
+    return Grid(blocks, _micro_batches(layout, task.plan.batch.accumulation))
+
+
+def _micro_batches(layout: Layout, m: int) -> Axis:
+    """Return the numbers of micro-batches to play; where stages take turns ``m`` itself if three smaller are more work."""
+    p, named = layout.pp, not layout.schedule.startswith("@")
+    if p == 1:
+        return axis(m, FEWEST_MICRO_BATCHES, 1, alike=True)
+    if layout.chunks == 1:
+        return axis(m, FEWEST_IN_PIPELINE * p, 1, alike=named)
+    if layout.schedule in V_SHAPED:
+        found = axis(m, FEWEST_IN_V * p, 1, alike=named)
+    else:
+        found = axis(m, FEWEST_BY_TURNS * p, p, alike=named, parts=FEWEST_BY_TURNS)
+    return found if sum(found.sizes) < m else Axis((m,))
 
 
 def _plan_of(task: RankTask, size: Size) -> tuple[Plan, ModelSpec]:
