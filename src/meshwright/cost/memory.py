@@ -56,8 +56,8 @@ class StageLoad:
         zero, micro_batches, in_flight: of the layout and its schedule.
         resting, trainable_resting: elements of all units that one rank of their shard groups holds.
         full, trainable: elements of all units; ``tensor`` of the largest single tensor that trains, ``table`` of the
-            root unit's, ``foot`` of the embedding's gradients and ``matrix`` of a block's largest one; ``stage`` the trainable
-            elements of the largest stage.
+            root unit's, ``foot`` of the embedding's gradients and ``matrix`` of a block's largest one; ``stage`` the
+            trainable elements of the largest stage.
         graded, graded_resting: of ``trainable`` and ``trainable_resting`` those that a micro-batch has left gradients of.
         root, root_trainable, block, block_trainable: of the root unit and of the largest block.
         cast: elements of matmul weights (which autocast casts).
@@ -234,8 +234,7 @@ def _moments(x: StageLoad) -> list[dict[str, Floats]]:
     )
     loss = always | {
         "activations": acts - x.half * x.captured + casts,
-        "logits": np.where(chunked, chunk + x.kept_loss, loss_bytes * x.logits)
-        + kept_logits,
+        "logits": np.where(chunked, chunk + x.kept_loss, loss_bytes * x.logits) + kept_logits,
         "working": ends + buffer + boundary + stale,
     }
     # the head's gradient beside that of the logits, when the head's cast is gone; whole ones are float32 at once

@@ -125,7 +125,7 @@ def _grid(task: RankTask) -> Grid:
 
 
 def _micro_batches(layout: Layout, m: int) -> Axis:
-    """Return the numbers of micro-batches to play; where stages take turns ``m`` itself if three smaller are more work."""
+    """Return the micro-batches of the steps to play; where stages take turns ``m`` itself if three are more work."""
     p, named = layout.pp, not layout.schedule.startswith("@")
     if p == 1:
         return axis(m, FEWEST_MICRO_BATCHES, 1, alike=True)
