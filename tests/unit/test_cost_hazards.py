@@ -185,6 +185,38 @@ def test_h104_h198_host_memory_of_a_node_is_said_for_both_ways_of_loading():
     )  # every replica copies its own
 
 
+def test_seconds_of_a_checkpoint_and_of_the_data():
+    """Copies of one state are written once, by all ranks that hold them; each reads what it holds."""
+    spec = read_model("llama-2-7b")
+    cluster = cluster_from_dict(
+        {
+            "name": "c", "gpus_per_node": 8,
+            "device": {
+                "name": "X", "memory": "80GiB", "memory_rate_bytes_per_s": 1e12, "launch_s": 0.0,
+                "matmul_flops": {"bf16": 1e14}, "peak_flops": {"bf16": 2e14}, "host_rate_bytes_per_s": 2e10,
+                "disk_write_bytes_per_s": 1e9,
+            },
+            "intra": {"name": "n", "rate_bytes_per_s": 1e11},
+        }
+    )  # fmt: skip
+    sharded, whole, cut = (
+        estimate(spec, parse_layout(text), cluster, 2048, 64)
+        for text in ("dp=8,zero=3,precision=bf16", "dp=8,precision=bf16", "pp=8,precision=bf16")
+    )
+    each = 12 * spec.num_parameters / 8
+    write = each * (1 / 1e9 + 1 / 1.9e9)
+    assert sharded["host_seconds"]["checkpoint_write"] == pytest.approx(write, rel=1e-9)
+    assert whole["host_seconds"]["checkpoint_write"] == pytest.approx(write, rel=1e-9)
+    assert write < cut["host_seconds"]["checkpoint_write"] < 1.2 * write, "the last stage has the head too"
+    assert sharded["host_seconds"]["checkpoint_copy"] == pytest.approx(each / 2e10, rel=0.01)
+    assert sharded["host_seconds"]["checkpoint_read"] == pytest.approx(each * (1 / 3e9 + 1 / 1.9e9), rel=0.01)
+    assert whole["host_seconds"]["checkpoint_read"] == pytest.approx(
+        8 * each * (1 / 3e9 + 1 / 1.9e9), rel=0.01
+    )
+    assert sharded["host_seconds"]["data"] == pytest.approx(8 * 2048 * 24 / 2e10)
+    assert sharded["host_assumptions"] == ["disks read 3 GB/s a rank"]
+
+
 def mfu_on(peak: float | None, matmul: float) -> float | None:
     """Return the MFU of a device on which nothing but matmuls of big shapes takes time."""
     device: dict[str, object] = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.base.errors import ExitCode, MeshwrightError, problem, refuse
-from meshwright.base.units import format_bytes
+from meshwright.base.units import format_bytes, format_seconds
 from meshwright.cli.options import Adapter, Cluster, Freeze, GlobalBatch, Gpus, Json, Model, SeqLen
 from meshwright.cli.output import show_json
 from meshwright.cli.plan_table import describe_item
@@ -129,6 +129,7 @@ def _text(item: dict[str, Any], capacity_bytes: float) -> str:
         return "\n".join([*lines, "illegal: no prediction"])
     head = item["layout_text"] if item["predicted"] is None else describe_item(item, capacity_bytes)
     host = [_host(item["host_bytes"])] if item.get("host_bytes") else []
+    host += [_beside(item["host_seconds"], item["host_assumptions"])] if item.get("host_seconds") else []
     return "\n".join([head, *host, *([traced] if traced else []), *lines, f"{legal}; {verdict}"])
 
 
@@ -138,4 +139,16 @@ def _host(held: dict[str, float]) -> str:
     return (
         f"  host       loading {sizes['load']} a node (a whole model in every process would be {sizes['load_naive']}), "
         f"copy for checkpoints {sizes['checkpoint']}, rows of a step {sizes['data']}"
+    )
+
+
+def _beside(found: dict[str, float], assumed: list[str]) -> str:
+    """Return the lines about what takes time beside the steps."""
+    times = {name: format_seconds(value) for name, value in found.items()}
+    rates = f" (assumed: {'; '.join(assumed)})" if assumed else ""
+    write, read = times["checkpoint_write"], times["checkpoint_read"]
+    return (
+        f"  beside     a checkpoint {write} to write to local disks, {read} to read;"
+        f" written beside the training a step waits {times['checkpoint_copy']}\n"
+        f"             rows of a step {times['data']}{rates}"
     )

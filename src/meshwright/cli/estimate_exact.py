@@ -92,6 +92,8 @@ def traced_unknown(
         "problems": [warning.as_dict()],
         "ranks": [],
         "host_bytes": None,
+        "host_seconds": None,
+        "host_assumptions": [],
     }
     return item | exact_answer(plan, spec, cluster, ())
 

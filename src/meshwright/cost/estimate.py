@@ -9,7 +9,7 @@ from meshwright.base.errors import Kind, MeshwrightError, Problem, problem
 from meshwright.base.records import Prediction
 from meshwright.base.units import format_bytes
 from meshwright.cluster.spec import ClusterSpec
-from meshwright.cost.host import host_bytes
+from meshwright.cost.host import assumed_rates, host_bytes, host_seconds
 from meshwright.cost.predict import fits, predict
 from meshwright.cost.reason import binding, memory_sentence, time_sentence
 from meshwright.layout.batch import derive_batch
@@ -68,7 +68,7 @@ def estimate(
     frozen: Sequence[str] = (),
     schedule_text: str = "",
 ) -> dict[str, Any]:
-    """Return one ITEM with ``legal``, ``problems``, ``fits``, ``ranks`` and ``host_bytes`` (per node).
+    """Return one ITEM with ``legal``, ``problems``, ``fits``, ``ranks``, ``host_bytes`` and ``host_seconds``.
 
     A layout that breaks a rule of arithmetic has ``predicted: null``; one that only is not built yet is priced, and
     its problem says what runs instead. ``schedule_text`` holds the rows of a schedule that was read from a file.
@@ -87,6 +87,7 @@ def estimate(
     prediction: Prediction | None = None
     why: list[str] = []
     host: dict[str, float] = {}
+    beside: dict[str, float] = {}
     binds = ""
     if batch is not None and all(p.kind is Kind.CODE for p in errors) and can_price(layout, schedule_text):
         resolved = resolve(spec, layout, seq_len)
@@ -99,6 +100,7 @@ def estimate(
         why = [time_sentence(prediction), memory_sentence(prediction, cluster)]
         binds = binding(prediction, layout, cluster)
         host = host_bytes(spec, layout, batch, cluster, prediction)
+        beside = host_seconds(spec, layout, batch, cluster, prediction, schedule.stage_ranks, frozen)
         problems += _almost_full(prediction, cluster)
     return _item(layout, prediction, why, binds) | {
         "legal": not errors,
@@ -106,4 +108,6 @@ def estimate(
         "fits": prediction is not None and fits(prediction),
         "ranks": [] if prediction is None else [r.as_dict() for r in prediction.ranks],
         "host_bytes": host,
+        "host_seconds": beside,
+        "host_assumptions": assumed_rates(cluster) if beside else [],
     }
