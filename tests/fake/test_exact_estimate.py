@@ -33,9 +33,10 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 64,
     "max_position_embeddings": 64,
 }
-STABLELM = LLAMA | {
-    "model_type": "stablelm",
-    "architectures": ["StableLmForCausalLM"],
+UNKNOWN = LLAMA | {
+    "model_type": "helium",
+    "architectures": ["HeliumForCausalLM"],
+    "head_dim": 16,
     "num_hidden_layers": 2,
 }
 
@@ -181,7 +182,7 @@ def test_blocks_that_are_not_alike_are_played_whole() -> None:
     mixed = spec_from_config(LLAMA, "t")
     assert uniform(mixed, ())
     assert not uniform(mixed, ("model.layers.0.*",))
-    assert not uniform(spec_from_config(STABLELM | {"model_type": "deepseek_v3"} | DEEPSEEK, "t"), ())
+    assert not uniform(spec_from_config(UNKNOWN | {"model_type": "deepseek_v3"} | DEEPSEEK, "t"), ())
     assert reduced(mixed, 4).num_layers == 4
 
 
@@ -207,11 +208,11 @@ DEEPSEEK = {
 
 def test_a_model_that_no_family_file_knows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Memory, and no time; state bytes by hand."""
-    model = folder(tmp_path, STABLELM)
+    model = folder(tmp_path, UNKNOWN)
     found = answer(capsys, "estimate", model, *options("dp=2,zero=3", 2, 4))
     assert (found["predicted"], found["closed_form"], found["difference"]) == (None, None, None)
     assert [p["code"] for p in found["problems"]] == ["W469"]
-    spec = unknown_spec(STABLELM, "t")
+    spec = unknown_spec(UNKNOWN, "t")
     assert (spec.num_layers, spec.vocab_size, spec.hidden_size) == (2, 64, 64)
     rank = found["exact"]["ranks"][0]
     assert uniform(spec, ())
@@ -244,7 +245,7 @@ def test_a_model_without_the_usual_parts_is_refused(monkeypatch: pytest.MonkeyPa
     headless.get_input_embeddings = headless.get_output_embeddings = lambda: None
     monkeypatch.setattr("meshwright.exact.model.build_model", lambda *_, **__: headless)
     with pytest.raises(MeshwrightError) as caught:
-        unknown_spec(STABLELM, "t")
+        unknown_spec(UNKNOWN, "t")
     assert caught.value.problems[0].code == "E468"
 
 
