@@ -112,12 +112,19 @@ def test_a_precision_without_a_price_runs_without_a_prediction(folder: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("rms_norm_eps", "x"), ("rope_scaling", "x"), ("pad_token_id", 10**9), ("hidden_act", "sillu")],
+    ("field", "value", "code"),
+    [
+        ("rms_norm_eps", "x", "E123"),  # read by us, before transformers sees it
+        ("rope_scaling", "x", "E811"),
+        ("pad_token_id", 10**9, "E811"),
+        ("hidden_act", "sillu", "E811"),
+    ],
 )
-def test_a_config_that_transformers_refuses_writes_nothing(folder: Path, field: str, value: object) -> None:
+def test_a_config_that_cannot_be_built_writes_nothing(
+    folder: Path, field: str, value: object, code: str
+) -> None:
     (folder / "model" / "config.json").write_text(json.dumps({**CONFIG, field: value}))
-    with pytest.raises(MeshwrightError, match="E811") as caught:
+    with pytest.raises(MeshwrightError, match=code) as caught:
         train(folder)
     assert caught.value.exit_code == ExitCode.BAD_INPUT
     assert not (folder / "out").exists()

@@ -17,7 +17,7 @@ ALONE = [
     "pp=2,schedule=dualpipev",
 ]
 SHARDED = [
-    "dp=2,zero=1,pp=2,schedule=interleaved",
+    "dp=2,zero=1,pp=2,schedule=interleaved",  # cut 1/1/2/1: a stage of two blocks and nothing else
     "dp=2,zero=3,pp=2,schedule=interleaved,cut=1/2/1/1",
     "dp=2,zero=1,pp=2,schedule=zb-h1",
     "dp=2,zero=2,pp=2,schedule=zb-h1,cut=1/4",

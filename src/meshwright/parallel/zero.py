@@ -89,7 +89,7 @@ class Zero:
         """Let ``block`` (or the root) be the last that backward gathers for: no gradient flows into those before it.
 
         FSDP2 prefetches in each unit's backward the unit before it, wanted or not; here it is told to prefetch the
-        root unit, which is gathered then anyway.
+        root unit, which is gathered then anyway or has no parameters.
         """
         assert isinstance(block, FSDPModule)
         block.set_modules_to_backward_prefetch([self.root])
@@ -178,7 +178,13 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(float(mesh.size()) if average else 1.0)
-    return Zero(root, stage)
+    zero = Zero(root, stage)
+    if blocks and not _param_groups(root._get_fsdp_state()):
+        # before its first unit FSDP2 takes the last one of an earlier forward to come next in backward. Where that is the
+        # root it is there still; without a root it would be gathered again for nothing
+        inside = [m for m in blocks[0].modules() if m is not blocks[0] and isinstance(m, FSDPModule)]
+        zero.begin_backward_at(inside[0] if inside else blocks[0])
+    return zero
 
 
 def _param_groups(state: Any) -> list[Any]:
