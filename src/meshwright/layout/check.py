@@ -482,6 +482,12 @@ def _experts_built(spec: ModelSpec | None, layout: Layout) -> list[Problem]:
     return problems
 
 
+def _fuses_heads(spec: ModelSpec) -> bool:
+    """Return whether a matrix of the blocks holds queries beside keys and values, or heads by their key/value head."""
+    cuts = [rule(t).segments for t in spec.blocks[0].tensors]
+    return any(len(set(parts)) > 1 or parts == (BY_KV_HEAD,) for parts in cuts)
+
+
 def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
     """Return what of ``spec`` the tensor axis cannot cut so far."""
     tp = layout.tp
@@ -496,9 +502,7 @@ def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
         )
         legal = [t for t in divisors(spec.num_heads) if (t - 1) * -(-spec.vocab_size // t) < spec.vocab_size]
         reasons.append((what + "leave the last without any", "rows on each rank", f"tp = {legal[-1]}"))
-    cuts = [rule(t).segments for t in spec.blocks[0].tensors]
-    fused = any(len(set(parts)) > 1 or parts == (BY_KV_HEAD,) for parts in cuts)
-    if fused and spec.num_kv_heads % tp:
+    if spec.num_kv_heads % tp and _fuses_heads(spec):
         what = f"{spec.num_kv_heads} key/value heads, fused with the queries, over tp = {tp}"
         legal = nearest_choices(divisors(spec.num_kv_heads), tp)
         reasons.append((what, "whole key/value heads on each rank", f"tp = {legal}"))
@@ -506,7 +510,7 @@ def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
     if mixture is not None and any(t.role == "shared_out" and t.is_bias for t in mixture.tensors):
         what = f'tp = {tp} with "{spec.name}", whose shared experts have biases (mlp_bias)'
         reasons.append((what, "mlp_bias = false, or tp = 1", dp_instead))
-    if any(".norms." in t.name for t in spec.blocks[0].tensors):
+    if spec.family == "stablelm" and any(".norms." in t.name for t in spec.blocks[0].tensors):
         what = f'tp = {tp} with "{spec.name}", which has a module of norms for every head (qk_layernorm)'
         reasons.append((what, "qk_layernorm = false, or tp = 1", dp_instead))
     if spec.family == "falcon" and not spec.attention.rope:

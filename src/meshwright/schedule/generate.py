@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
@@ -256,10 +257,12 @@ def fewest_micro_batches(name: str, num_ranks: int) -> tuple[int, int]:
     return (2 * num_ranks, 1) if name == "dualpipev" else (1, 1)
 
 
+@lru_cache(maxsize=8)
 def generate(name: str, num_ranks: int, num_micro_batches: int, chunks: int = 1) -> Schedule:
     """Return the schedule ``name`` for ``num_ranks`` pipeline ranks with ``chunks`` stages each.
 
-    Fewer micro-batches than ranks run too, except where a schedule goes in rounds.
+    Fewer micro-batches than ranks run too, except where a schedule goes in rounds. The last few are kept: a plan, its
+    neighbours and their prices ask for the same ones.
 
     Raises:
         MeshwrightError: E301 for a schedule without a generator, E306 for a number below 1, E223 for stages per rank

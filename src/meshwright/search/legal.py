@@ -13,6 +13,7 @@ from meshwright.layout.batch import MOST_ACTIONS
 from meshwright.layout.check import check_built
 from meshwright.layout.check_quantised import cut_inside_blocks
 from meshwright.layout.layout import Layout
+from meshwright.model.quantised import is_quantised
 from meshwright.model.spec import ModelSpec
 from meshwright.schedule.generate import SPLIT, fewest_micro_batches
 
@@ -82,3 +83,15 @@ def shard_allowed(zero: int, schedule: str, pp: int) -> bool:
 def runs(spec: ModelSpec, layout: Layout) -> bool:
     """Return whether the runtime runs a layout, as far as rules about what is built go."""
     return not any(p.severity == "error" for p in check_built(layout, spec))
+
+
+def tensor_kind(spec: ModelSpec, tp: int) -> int:
+    """Return a number of tensor degrees that are alike to ``runs``: 0 for one rank, 1 that run, 2 that do not.
+
+    Matrices in 4 bits are cut at whole blocks, so that there each degree is of its own.
+    """
+    if tp == 1:
+        return 0
+    if is_quantised(spec):
+        return tp
+    return 1 if runs(spec, Layout(tp=tp)) else 2

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from meshwright.base.collector import uncollected
 from meshwright.base.errors import MeshwrightError, Problem, problem, refuse
 from meshwright.base.records import Prediction
 from meshwright.base.units import format_bytes, format_seconds
@@ -80,6 +81,7 @@ class SearchResult:
     front: tuple[Plan, ...] = ()
 
 
+@uncollected()
 def search(
     spec: ModelSpec,
     cluster: ClusterSpec,

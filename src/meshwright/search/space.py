@@ -320,7 +320,7 @@ def _inner(
 ) -> tuple[tuple[Mapping[str, Codes], ...], Index]:
     """Return the lists of inner codes, and which list each block has."""
     rows = Rows(pp=pp, chunks=chunks, cut="auto", precision=space.precision, values=values, codes=codes)
-    coarse = np.zeros(len(rows), dtype=np.intp) if space.include_unbuilt else _coarse(rows)
+    coarse = np.zeros(len(rows), dtype=np.intp) if space.include_unbuilt else _coarse(spec, rows)
     names = ("dp", "cp", "schedule", "ep")
     key = np.zeros(len(rows), dtype=np.int64)
     for name in names:
@@ -348,12 +348,17 @@ def _inner(
     return tuple(lists), np.asarray(number, dtype=np.intp)[at.reshape(-1)]
 
 
-def _coarse(rows: Rows) -> Index:
-    """Return a number for what the rules about what runs look at: tp, which axes are above 1, and the policies."""
+def _coarse(spec: ModelSpec, rows: Rows) -> Index:
+    """Return a number for what the rules about what runs look at: which axes are above 1, and the policies.
+
+    Of tp it is also whether the model's tensors can be cut so.
+    """
     code = np.zeros(len(rows), dtype=np.intp)
     for name in ("cp", "ep", "dp"):
         code = code * 2 + (rows.column(name) > 1)
-    for name in ("tp", "sp", "cp_style", "recompute", "loss", "kv_heads"):
+    kinds = [legal.tensor_kind(spec, tp) for tp in rows.values["tp"]]
+    code = code * (max(kinds) + 1) + np.asarray(kinds, dtype=np.intp)[rows.codes["tp"]]
+    for name in ("sp", "cp_style", "recompute", "loss", "kv_heads"):
         code = code * len(rows.values[name]) + rows.codes[name]
     return code
 
