@@ -51,7 +51,9 @@ TARGETS = [
 ]
 
 
-@pytest.mark.parametrize("config", [LLAMA, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(LLAMA, marks=pytest.mark.slow), TIED], ids=["untied", "tied"]
+)
 def test_h135_saved_on_four_shards_loads_under_any_layout(pool, tmp_path, config):
     """H135 (dp part), H136: bits equal after loading; the next update equals that of the unbroken run."""
     first = pool.run(save_one, 4, tmp_path, config, "dp=4,zero=3,precision=fp64", ADAMW, 1)

@@ -114,6 +114,7 @@ def test_the_planner_reads_it(probed: tuple[dict[str, Any], list[str], float]) -
     }
 
 
+@pytest.mark.slow
 def test_one_rank_has_no_links() -> None:
     found = run_probe(1, True, lambda _: None)
     assert found["links"] == []

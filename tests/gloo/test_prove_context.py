@@ -177,6 +177,7 @@ def test_lower_precision(pool: Any, layout: str, precision: str) -> None:
     proven(pool, layout, config=LLAMA, precision=precision)
 
 
+@pytest.mark.slow
 def test_the_ladder_has_a_rung_for_it(pool: Any) -> None:
     def at_rung(rung: Rung) -> dict[str, Any]:
         return prove(pool, rung.layout.text(), config=QWEN3, steps=1, simulated=rung.simulated)
