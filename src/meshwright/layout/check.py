@@ -510,7 +510,7 @@ def _tensor_built(spec: ModelSpec, layout: Layout) -> list[Problem]:
     if mixture is not None and any(t.role == "shared_out" and t.is_bias for t in mixture.tensors):
         what = f'tp = {tp} with "{spec.name}", whose shared experts have biases (mlp_bias)'
         reasons.append((what, "mlp_bias = false, or tp = 1", dp_instead))
-    if spec.family == "stablelm" and any(".norms." in t.name for t in spec.blocks[0].tensors):
+    if any(".norms." in t.name for t in spec.blocks[0].tensors):
         what = f'tp = {tp} with "{spec.name}", which has a module of norms for every head (qk_layernorm)'
         reasons.append((what, "qk_layernorm = false, or tp = 1", dp_instead))
     if spec.family == "falcon" and not spec.attention.rope:

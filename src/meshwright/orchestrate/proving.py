@@ -89,7 +89,13 @@ def _simulated(facts: RankFacts, work: _Work) -> dict[str, Any]:
     task = work.task
     assert task is not None
     return simulate_tensor_axis(
-        task.plan, task.spec, task.reference, work.batches[0], task.seed, fault=task.fault
+        task.plan,
+        task.spec,
+        task.reference,
+        work.batches[0],
+        task.seed,
+        fault=task.fault,
+        matmul=task.matmul,
     )
 
 
@@ -149,13 +155,15 @@ def run_proof(
     execute: Execute | None = None,
     simulated: bool = False,
     device: str = "cpu",
+    matmul: str = "machine",
 ) -> dict[str, Any]:
     """Run the reference and then the plan on local ranks, and return the verdict.
 
     ``packed``: rows of several documents that do not see each other.
     ``simulated``: the plan has a tensor axis alone, whose shards all run in one process, for the first step.
     ``device``: of the ranks, and of the one device whose own error in a low precision bounds theirs. The float64
-    reference is always computed on the CPU. ``execute`` runs the ranks in another way than as new local processes.
+    reference is always computed on the CPU. ``matmul``: who multiplies float32 matrices on a CPU, as ``run.matmul``.
+    ``execute`` runs the ranks in another way than as new local processes.
 
     Raises:
         MeshwrightError: when a rank fails.
@@ -175,6 +183,7 @@ def run_proof(
             max_norm=max_norm,
             adapter=plan.adapter,
             rows_at_once=batch.micro_batch,
+            matmul=matmul,
         )
 
         def reference(name: str, recipe: Recipe) -> Reference:
@@ -210,6 +219,7 @@ def run_proof(
             max_norm=max_norm,
             seed=seed,
             fault=fault,
+            matmul=matmul,
         )
         work = _Work(recipe=None, task=task, spec=spec, batches=data, folder=folder)
         bounds = tolerances(precision, own_error, max(truth.losses))
@@ -324,6 +334,7 @@ def prove_command(
         "packed": packed,
         "optimizer": optimizer,
         "max_norm": max_norm,
+        "matmul": run.run.matmul if run is not None else "machine",
         "show": show,
     }
 

@@ -25,6 +25,7 @@ from meshwright.base.errors import ExitCode, MeshwrightError, problem
 from meshwright.checkpoint.load import stored_tensors
 from meshwright.checkpoint.manifest import MODEL, step_name
 from meshwright.checkpoint.metadata import read_index, read_tensor
+from meshwright.config.resolve import ClipSettings, GuardSettings, RunSettings, ScheduleSettings
 from meshwright.mesh.env import RankFacts, torchrun_facts
 from meshwright.mesh.imports import MODEL_CODE
 from meshwright.mesh.launch import run_local
@@ -75,6 +76,7 @@ def prove_resume(
     optimizer: Any,
     max_norm: float | None,
     show: Show,
+    matmul: str = "machine",
 ) -> dict[str, Any]:
     """Return the verdict: ``steps`` steps of ``plan``, a kill, ``steps`` more of ``resumed``, against an unbroken run.
 
@@ -95,7 +97,7 @@ def prove_resume(
         )
     folder = Path(tempfile.mkdtemp(prefix="meshwright-resume-"))
     try:
-        setting = _Setting(spec, folder, steps, seed, optimizer, max_norm, show)
+        setting = _Setting(spec, folder, steps, seed, optimizer, max_norm, show, matmul)
         whole = setting.run("whole", plan, None, kill_at=None)
         setting.run("broken", plan, None, kill_at=steps + 1)
         source = folder / "broken" / "checkpoints" / step_name(steps)
@@ -143,6 +145,7 @@ class _Setting:
     optimizer: Any
     max_norm: float | None
     show: Show
+    matmul: str
 
     def run(self, name: str, plan: Plan, source: Path | None, *, kill_at: int | None) -> Path:
         """Run one of them and return its folder."""
@@ -184,24 +187,31 @@ class _Setting:
         return home
 
     def _settings(self) -> Any:
+        """Return what ``train_rank`` reads of a run file: real settings, so that a new one cannot be left out."""
         return SimpleNamespace(
-            run=SimpleNamespace(
-                seed=self.seed,
+            run=RunSettings(
+                dir=str(self.folder),
                 steps=2 * self.steps,
-                eval_every=self.steps,
-                eval_batches=1,
+                seed=self.seed,
                 checkpoint_every=self.steps,
                 checkpoint_async=False,
                 keep_last=None,
                 keep_every=0,
                 keep_best=False,
+                eval_every=self.steps,
+                eval_batches=1,
+                offload_dir=None,
                 max_minutes=None,
+                grace_s=0.0,
+                elastic=False,
+                max_restarts=0,
                 deterministic=False,
+                matmul=self.matmul,
             ),
             optimizer=self.optimizer,
-            schedule=SimpleNamespace(name="cosine", warmup_steps=1, min_lr_ratio=0.1),
-            clip=SimpleNamespace(max_norm=self.max_norm),
-            guards=SimpleNamespace(
+            schedule=ScheduleSettings(name="cosine", warmup_steps=1, min_lr_ratio=0.1),
+            clip=ClipSettings(max_norm=self.max_norm),
+            guards=GuardSettings(
                 nonfinite="stop",
                 spike=None,
                 on_spike="report",

@@ -1,4 +1,6 @@
-"""The one-device reference: a plain PyTorch loop over the user's model, sharing no code with the runtime.
+"""The one-device reference: a plain PyTorch loop over the user's model.
+
+It shares no code with the runtime but, in float32, who multiplies matrices on this machine.
 
 What it leaves behind, per step: the loss, the gradient norm, every raw gradient and every updated weight, as a
 safetensors file that the ranks map into memory and compare their own shards with. Beside them, in float64, which entries
@@ -76,6 +78,8 @@ class Recipe:
     rows_at_once: int
     adapter: AdapterSpec | None = None
     device: str = "cpu"
+    matmul: str = "machine"
+    """Who multiplies float32 matrices on a CPU: what a run's ranks have (``run.matmul``)."""
     reverse_rows: bool = False
     """Take the rows of the batch in reverse order: the control that shows what summation order alone does. Of two parts
     that are added either order is the same sum, so then all rows are taken at once."""
@@ -90,7 +94,7 @@ def run_reference(
 ) -> Reference:
     """Train on ``batches`` on one device and save what every step computed; Returns the Reference."""
     # multiplied by whom a run's are: what that does to the sums is in one device's own error
-    held = use_products("machine", torch.device(recipe.device).type)
+    held = use_products(recipe.matmul, torch.device(recipe.device).type)
     fp64 = recipe.precision == "fp64"
     dtype = torch.float64 if fp64 else torch.float32
     model = build_model(recipe.config, seed=recipe.seed, dtype=dtype, weights=weights).to(recipe.device)

@@ -34,6 +34,7 @@ def simulate_tensor_axis(
     batch: TokenBatch,
     seed: int,
     fault: Callable[[ParallelModel, int], None] | None = None,
+    matmul: str = "machine",
 ) -> dict[str, Any]:
     """Return {loss_diff, max_rel_diff, worst} of the first step's loss and gradients against ``reference``.
 
@@ -52,7 +53,7 @@ def simulate_tensor_axis(
     _in_threads(degree, lambda i: groups.__setitem__(i, dist.ProcessGroupGloo(store, i, degree, TIMEOUT)))
     for i in range(degree):  # one after another: building draws from the process's random numbers
         view = MeshView(plan.layout, i, coordinates(plan.layout, i), None, {"tp": groups[i]})
-        models.append(apply_plan(plan, spec, view, seed=seed))
+        models.append(apply_plan(plan, spec, view, seed=seed, matmul=matmul))
         if not draws_alike(spec):
             models[-1].module.eval()
     found: list[dict[str, TensorDiff]] = [{} for _ in range(degree)]

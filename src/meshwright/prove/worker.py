@@ -49,6 +49,7 @@ class ProofTask:
     seed: int
     weights: Mapping[str, Tensor] | None = None
     fault: Fault | None = None
+    matmul: str = "machine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,7 @@ def prove_rank(rank: int, task: ProofTask, at: Callable[..., None], device_type:
         on_action=lambda action: at(action=action),
         compile_backend=PROOF_BACKEND,
         offload_dir=Path(task.reference.folder) / "offload",
+        matmul=task.matmul,
     )
     if not draws_alike(spec):
         model.module.eval()
